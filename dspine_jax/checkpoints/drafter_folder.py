@@ -1,0 +1,198 @@
+"""A drafter as a folder in the released layout: config.json + safetensors.
+
+`dflash_config` and `dspine_config` are read and written as the references do;
+missing keys take the released defaults. The target's embedding and head are
+borrowed, never stored.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dspine_jax import configs
+from dspine_jax.checkpoints import hf_config, names, tensors
+from dspine_jax.drafters import methods
+from dspine_jax.target import tapped_layers
+from dspine_jax.typing import Params, PyTree
+
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspine": "DSpineDraftModel"}
+
+
+class DrafterCheckpoint(NamedTuple):
+  """A loaded drafter.
+
+  Attributes:
+    params: trainable float32 tree.
+    buffers: frozen arrays of the method.
+    cfg: its configuration.
+  """
+
+  params: Params
+  buffers: PyTree
+  cfg: configs.DrafterConfig
+
+
+def drafter_config(
+  config: Mapping[str, Any], path: object = "config.json"
+) -> configs.DrafterConfig:
+  """A DrafterConfig from a parsed `config.json` of a released drafter.
+
+  Raises:
+    ValueError: an unknown architecture, a missing key or an impossible value;
+      the message names `path`.
+  """
+  architecture = (config.get("architectures") or [None])[0]
+  by_name = {name: method for method, name in _ARCHITECTURES.items()}
+  if architecture not in by_name:
+    raise ValueError(
+      f"{path}: architectures={config.get('architectures')!r} is not one of"
+      f" {sorted(by_name)}"
+    )
+  method = by_name[architecture]
+  hf_config.refuse_unimplemented(config, path)
+  own = config.get("dflash_config") or {}
+  num_layers = hf_config.require_key(config, "num_hidden_layers", path)
+  num_target_layers = hf_config.require_key(config, "num_target_layers", path)
+  taps = own.get("target_layer_ids")
+  if taps is None:
+    taps = tapped_layers.tapped_layers(num_target_layers, num_layers)
+  block_size = config.get("block_size") or own.get("block_size") or 16
+  is_dspine = method == "dspine"
+  try:
+    return configs.DrafterConfig(
+      method=method,
+      vocab_size=hf_config.require_key(config, "vocab_size", path),
+      hidden_size=hf_config.require_key(config, "hidden_size", path),
+      intermediate_size=hf_config.require_key(
+        config, "intermediate_size", path
+      ),
+      num_layers=num_layers,
+      num_heads=hf_config.require_key(config, "num_attention_heads", path),
+      num_kv_heads=hf_config.require_key(config, "num_key_value_heads", path),
+      head_dim=hf_config.require_key(config, "head_dim", path),
+      rope_theta=hf_config.rope_theta(config),
+      rope_scaling=hf_config.rope_scaling(config, path),
+      rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+      max_positions=config.get("max_position_embeddings", 40960),
+      block_size=block_size,
+      mask_token_id=hf_config.require_key(
+        own, "mask_token_id", f"{path}: dflash_config"
+      ),
+      target_layer_ids=tuple(taps),
+      num_target_layers=num_target_layers,
+      is_causal=bool(config.get("is_causal", is_dspine)),
+      decay_gamma=(
+        7.0 if is_dspine else configs.default_decay_gamma(block_size)
+      ),
+      dspine=_dspine_options(config, num_layers) if is_dspine else None,
+    )
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from None
+
+
+def _dspine_options(
+  config: Mapping[str, Any], num_layers: int
+) -> configs.DSpineOptions:
+  stored = dict(config.get("dspine_config") or {})
+  known = {field.name for field in dataclasses.fields(configs.DSpineOptions)}
+  unknown = sorted(set(stored) - known)
+  if unknown:
+    raise ValueError(f"dspine_config: unknown keys {unknown}")
+  stored.setdefault(
+    "replacement_layers", configs.default_replacement_layers(num_layers)
+  )
+  return configs.DSpineOptions(**stored)
+
+
+def drafter_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
+  """The `config.json` that `drafter_config` reads back."""
+  config = {
+    "architectures": [_ARCHITECTURES[cfg.method]],
+    "attention_bias": False,
+    "block_size": cfg.block_size,
+    "dflash_config": {
+      "mask_token_id": cfg.mask_token_id,
+      "target_layer_ids": list(cfg.target_layer_ids),
+    },
+    "dtype": "float32",
+    "head_dim": cfg.head_dim,
+    "hidden_act": "silu",
+    "hidden_size": cfg.hidden_size,
+    "intermediate_size": cfg.intermediate_size,
+    "is_causal": cfg.is_causal,
+    "layer_types": ["full_attention"] * cfg.num_layers,
+    "max_position_embeddings": cfg.max_positions,
+    "model_type": "qwen3",
+    "num_attention_heads": cfg.num_heads,
+    "num_hidden_layers": cfg.num_layers,
+    "num_key_value_heads": cfg.num_kv_heads,
+    "num_target_layers": cfg.num_target_layers,
+    "rms_norm_eps": cfg.rms_norm_eps,
+    "rope_scaling": hf_config.rope_scaling_json(cfg.rope_scaling),
+    "rope_theta": cfg.rope_theta,
+    "use_sliding_window": False,
+    "vocab_size": cfg.vocab_size,
+  }
+  if cfg.dspine is not None:
+    config["dspine_config"] = dataclasses.asdict(cfg.dspine)
+  return config
+
+
+def load_drafter(folder: pathlib.Path | str) -> DrafterCheckpoint:
+  """Loads a drafter in the released layout.
+
+  Raises:
+    ValueError: with the file at fault, as in `load_target`; also codes that
+      are not marked ready.
+  """
+  folder = pathlib.Path(folder)
+  if not folder.is_dir():
+    raise ValueError(f"{folder}: no such folder")
+  path = folder / "config.json"
+  cfg = drafter_config(hf_config.read_json(path), path)
+  arrays = tensors.read_tensors(folder)
+  ready = arrays.get("transfer_ready", np.asarray(True))
+  if not bool(ready):
+    raise ValueError(f"{folder}: transfer_ready is false: codes were not built")
+  method = methods.drafter(cfg)
+  tree = names.load(arrays, method.entries(cfg), source=folder)
+  return DrafterCheckpoint(tree["params"], tree.get("buffers", {}), cfg)
+
+
+def save_drafter(
+  folder: pathlib.Path | str,
+  params: Params,
+  buffers: PyTree,
+  cfg: configs.DrafterConfig,
+  *,
+  dtype: str = "float32",
+) -> None:
+  """Writes config.json and model.safetensors in the released names."""
+  method = methods.drafter(cfg)
+  tree = {"params": params, "buffers": buffers}
+  arrays = names.export(jax.device_get(tree), method.entries(cfg))
+  if "transfer_codes" in arrays:
+    arrays["transfer_ready"] = np.asarray(True)
+  tensors.write_tensors(folder, arrays, dtype=dtype)
+  config = drafter_json(cfg) | {"dtype": dtype}
+  hf_config.write_json(pathlib.Path(folder) / "config.json", config)
+
+
+def check_fits(
+  cfg: configs.DrafterConfig, target: configs.TargetConfig
+) -> None:
+  """ValueError if the drafter was made for another target."""
+  for name, made_for, has in (
+    ("vocab_size", cfg.vocab_size, target.vocab_size),
+    ("hidden_size", cfg.hidden_size, target.hidden_size),
+    ("num_target_layers", cfg.num_target_layers, target.num_layers),
+  ):
+    if made_for != has:
+      raise ValueError(
+        f"drafter was made for a target with {name}={made_for}, this target"
+        f" has {has}"
+      )

@@ -1,0 +1,410 @@
+"""Frozen, hashable configurations of targets, drafters, training and decoding.
+
+They are static arguments of jitted functions. They hold no arrays and read no
+files; `checkpoints.hf_config` converts them to and from `config.json`.
+"""
+
+import dataclasses
+
+from dspine_jax.target import tapped_layers
+
+OPTIMIZERS = ("adamw", "muon")
+LR_SCHEDULES = ("cosine", "wsd")
+VERIFY_RULES = ("greedy", "rejection", "exact_match")
+
+
+def _require(condition: bool, name: str, value: object, why: str) -> None:
+  if not condition:
+    raise ValueError(f"{name}={value!r}: {why}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+  """Llama-3 frequency scaling (`rope_type: llama3`).
+
+  Attributes:
+    factor: divisor of the low frequencies.
+    low_freq_factor: wavelengths above original / low are divided by `factor`.
+    high_freq_factor: wavelengths below original / high are left alone.
+    original_max_positions: context length of the unscaled model.
+  """
+
+  factor: float
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_max_positions: int = 8192
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+  """A Qwen3- or Llama-style decoder.
+
+  Attributes:
+    head_dim: independent of hidden_size / num_heads.
+    qk_norm: per-head RMSNorm of queries and keys before RoPE (Qwen3).
+    tie_embeddings: the head is the embedding table.
+    eos_token_ids: stop tokens of the model's own config, possibly none.
+    max_positions: longest sequence the positions were made for.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rope_theta: float = 1e6
+  rope_scaling: RopeScaling | None = None
+  rms_norm_eps: float = 1e-6
+  qk_norm: bool = True
+  tie_embeddings: bool = True
+  max_positions: int = 40960
+  eos_token_ids: tuple[int, ...] = ()
+  bos_token_id: int | None = None
+
+  def __post_init__(self):
+    _check_widths(self)
+
+
+def _check_widths(cfg) -> None:
+  for name in (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+  ):
+    value = getattr(cfg, name)
+    _require(
+      isinstance(value, int) and value > 0,
+      name,
+      value,
+      "must be a positive integer",
+    )
+  _require(
+    cfg.num_heads % cfg.num_kv_heads == 0,
+    "num_kv_heads",
+    cfg.num_kv_heads,
+    f"must divide num_heads={cfg.num_heads}",
+  )
+  _require(cfg.head_dim % 2 == 0, "head_dim", cfg.head_dim, "must be even")
+
+
+def embedded_target() -> TargetConfig:
+  """The target that ships with the package: deep and thin, 5.1 M parameters."""
+  return TargetConfig(
+    vocab_size=2048,
+    hidden_size=192,
+    intermediate_size=512,
+    num_layers=12,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=32,
+    rope_theta=1e4,
+    max_positions=2048,
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+  """One optimiser run; the same for all methods that are compared.
+
+  Attributes:
+    name: "adamw" or "muon" (optax.contrib.muon).
+    total_steps: optimiser steps of the whole run.
+    schedule: "cosine", or "wsd": constant, then linear over `decay_ratio`.
+    warmup_ratio: share of the steps with linearly rising learning rate.
+    decay_ratio: last share of the steps, in which "wsd" decays.
+    final_lr_ratio: learning rate at the end over its peak.
+    clip_norm: bound of the global gradient norm.
+  """
+
+  name: str = "adamw"
+  learning_rate: float = 6e-4
+  total_steps: int
+  schedule: str = "cosine"
+  warmup_ratio: float = 0.04
+  decay_ratio: float = 0.4
+  final_lr_ratio: float = 0.0
+  weight_decay: float = 0.0
+  clip_norm: float = 1.0
+  adam_b1: float = 0.9
+  adam_b2: float = 0.95
+
+  def __post_init__(self):
+    _require(self.name in OPTIMIZERS, "name", self.name, f"not in {OPTIMIZERS}")
+    _require(
+      self.schedule in LR_SCHEDULES,
+      "schedule",
+      self.schedule,
+      f"not in {LR_SCHEDULES}",
+    )
+    _require(
+      self.total_steps > 0, "total_steps", self.total_steps, "must be > 0"
+    )
+    for name in ("learning_rate", "clip_norm"):
+      value = getattr(self, name)
+      _require(value > 0, name, value, "must be positive")
+    for name in ("warmup_ratio", "decay_ratio", "final_lr_ratio"):
+      value = getattr(self, name)
+      _require(0 <= value <= 1, name, value, "must lie between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSpineOptions:
+  """What DSpine adds to the causal backbone (`dspine_config` in config.json).
+
+  Attributes:
+    transfer_rank: R, width of the whitened token codes.
+    message_size: Z, width of gate and message.
+    top_k: candidates per slot.
+    ce_weight: share of cross-entropy; the rest is L1 to the teacher.
+    alignment_weight: beta after its warm-up.
+    alignment_warmup_steps: optimiser steps over which beta rises from 0.
+    replacement_layers: first layers that read true predecessors in replaced
+      blocks.
+    replacement_probability: rho at the start, per block.
+    replacement_hold_ratio: share of training with the full rho.
+    replacement_end_ratio: share of training after which rho is 0.
+    candidate_mass_threshold: least teacher mass on the candidates for the L1
+      part of the refinement.
+  """
+
+  transfer_rank: int = 1024
+  message_size: int = 512
+  top_k: int = 16
+  ce_weight: float = 0.1
+  alignment_weight: float = 0.5
+  alignment_warmup_steps: int = 146
+  replacement_layers: int = 3
+  replacement_probability: float = 0.5
+  replacement_hold_ratio: float = 1 / 6
+  replacement_end_ratio: float = 1 / 3
+  candidate_mass_threshold: float = 1e-4
+
+  def __post_init__(self):
+    for name in ("transfer_rank", "message_size", "top_k"):
+      value = getattr(self, name)
+      _require(value > 0, name, value, "must be positive")
+    for name in ("ce_weight", "replacement_probability"):
+      value = getattr(self, name)
+      _require(0 <= value <= 1, name, value, "must lie between 0 and 1")
+    _require(
+      0 <= self.replacement_hold_ratio <= self.replacement_end_ratio <= 1,
+      "replacement_hold_ratio",
+      self.replacement_hold_ratio,
+      f"needs 0 <= hold <= end={self.replacement_end_ratio} <= 1",
+    )
+    _require(
+      self.replacement_layers >= 0,
+      "replacement_layers",
+      self.replacement_layers,
+      "must not be negative",
+    )
+
+
+def default_replacement_layers(num_layers: int) -> int:
+  """ceil(0.6 L): the paper's first 3 of 5 layers, for other depths."""
+  return -(-6 * num_layers // 10)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+  """A block drafter of any method, in the widths of its target.
+
+  Attributes:
+    method: key of `drafters.DRAFTERS`.
+    hidden_size: equals the target's, whose embedding and head are borrowed.
+    block_size: slots of a block, the anchor's included.
+    mask_token_id: token embedded in slots 1...
+    target_layer_ids: tapped target layers, ascending, zero-based.
+    num_target_layers: depth of the target that the taps refer to.
+    is_causal: slots see only slots at or before them.
+    sample_from_anchor: slot k predicts token anchor + k + 1 (label shift), so
+      that slot 0 predicts too; otherwise slot k predicts token anchor + k.
+    decay_gamma: constant of the position weights exp(-position / gamma).
+    dspine: options of DSpine; None for other methods.
+  """
+
+  method: str
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rope_theta: float = 1e6
+  rope_scaling: RopeScaling | None = None
+  rms_norm_eps: float = 1e-6
+  max_positions: int = 40960
+  block_size: int = 16
+  mask_token_id: int
+  target_layer_ids: tuple[int, ...]
+  num_target_layers: int
+  is_causal: bool = False
+  sample_from_anchor: bool = False
+  decay_gamma: float = 7.0
+  dspine: DSpineOptions | None = None
+
+  def __post_init__(self):
+    _check_widths(self)
+    _require(
+      self.block_size >= 2, "block_size", self.block_size, "must be at least 2"
+    )
+    _require(
+      0 <= self.mask_token_id < self.vocab_size,
+      "mask_token_id",
+      self.mask_token_id,
+      f"must be a row of the embedding (vocab_size={self.vocab_size})",
+    )
+    _require(
+      self.decay_gamma > 0, "decay_gamma", self.decay_gamma, "must be positive"
+    )
+    tapped_layers.check_tapped_layers(
+      self.target_layer_ids, self.num_target_layers
+    )
+    if self.dspine is not None:
+      _require(
+        self.dspine.transfer_rank <= self.hidden_size,
+        "transfer_rank",
+        self.dspine.transfer_rank,
+        f"cannot exceed hidden_size={self.hidden_size}",
+      )
+      _require(
+        self.dspine.top_k <= self.vocab_size,
+        "top_k",
+        self.dspine.top_k,
+        f"cannot exceed vocab_size={self.vocab_size}",
+      )
+
+  @property
+  def qk_norm(self) -> bool:
+    """Draft layers are Qwen3-style whatever the target is."""
+    return True
+
+  @property
+  def first_slot(self) -> int:
+    """First slot that predicts: 0 with label shift, else 1."""
+    return 0 if self.sample_from_anchor else 1
+
+  @property
+  def num_proposals(self) -> int:
+    """Tokens proposed per round."""
+    return self.block_size - self.first_slot
+
+
+def drafter_for(
+  target: TargetConfig,
+  method: str,
+  *,
+  num_layers: int,
+  mask_token_id: int,
+  block_size: int = 16,
+  dspine: DSpineOptions | None = None,
+) -> DrafterConfig:
+  """A drafter in the widths of `target`, with the released conventions."""
+  is_dspine = method == "dspine"
+  if is_dspine and dspine is None:
+    dspine = DSpineOptions(
+      replacement_layers=default_replacement_layers(num_layers)
+    )
+  return DrafterConfig(
+    method=method,
+    vocab_size=target.vocab_size,
+    hidden_size=target.hidden_size,
+    intermediate_size=target.intermediate_size,
+    num_layers=num_layers,
+    num_heads=target.num_heads,
+    num_kv_heads=target.num_kv_heads,
+    head_dim=target.head_dim,
+    rope_theta=target.rope_theta,
+    rms_norm_eps=target.rms_norm_eps,
+    max_positions=target.max_positions,
+    block_size=block_size,
+    mask_token_id=mask_token_id,
+    target_layer_ids=tapped_layers.tapped_layers(target.num_layers, num_layers),
+    num_target_layers=target.num_layers,
+    is_causal=is_dspine,
+    decay_gamma=7.0 if is_dspine else default_decay_gamma(block_size),
+    dspine=dspine if is_dspine else None,
+  )
+
+
+def default_decay_gamma(block_size: int) -> float:
+  """DFlash's constants: 7, 5, 4 for blocks of 16, 10, 8 (baselines, 3.1)."""
+  return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, block_size / 2.25))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+  """How the next token is drawn from logits.
+
+  Attributes:
+    temperature: 0 takes the argmax.
+    top_k: most likely tokens kept; 0 keeps all.
+    top_p: mass of the most likely tokens kept; 1 keeps all.
+  """
+
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+
+  def __post_init__(self):
+    _require(
+      self.temperature >= 0,
+      "temperature",
+      self.temperature,
+      "must not be negative",
+    )
+    _require(self.top_k >= 0, "top_k", self.top_k, "must not be negative")
+    _require(0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+  """How a request is decoded.
+
+  Attributes:
+    max_new_tokens: size of the output buffer, and each row's default limit.
+    stop_tokens: any of these ends a row; it is kept as the last token.
+    sampling: of target and draft alike.
+    rule: "greedy" (temperature 0), "rejection" or "exact_match".
+    proposal: how the draft is drawn at temperature > 0: "greedy", or one of
+      the method's `proposal_kinds`; None takes its first.
+  """
+
+  max_new_tokens: int = 256
+  stop_tokens: tuple[int, ...] = ()
+  sampling: SamplingConfig = SamplingConfig()
+  rule: str = "greedy"
+  proposal: str | None = None
+
+  def __post_init__(self):
+    _require(
+      self.max_new_tokens > 0,
+      "max_new_tokens",
+      self.max_new_tokens,
+      "must be positive",
+    )
+    _require(
+      self.rule in VERIFY_RULES, "rule", self.rule, f"not in {VERIFY_RULES}"
+    )
+    greedy = self.sampling.temperature == 0
+    _require(
+      greedy == (self.rule == "greedy"),
+      "rule",
+      self.rule,
+      f"does not fit temperature={self.sampling.temperature} (greedy is the"
+      " rule of temperature 0 and only of it)",
+    )
+    _require(
+      not (self.rule == "rejection" and self.proposal == "greedy"),
+      "proposal",
+      self.proposal,
+      "rejection sampling needs a sampled draft",
+    )

@@ -1,0 +1,1 @@
+"""Text, prompts, answers and features, as arrays."""

@@ -1,0 +1,1 @@
+"""Speculative rounds, verification rules and generation."""

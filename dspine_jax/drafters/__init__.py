@@ -1,0 +1,1 @@
+"""Block drafters: one backbone, one file a method."""

@@ -1,0 +1,484 @@
+"""DSpine: draft in parallel, condition through depth (arXiv 2609.36173).
+
+The causal backbone with an adjacent injection after every layer, a final
+refinement with the actual predecessor token, the transition cache that scores
+all adjacent pairs of candidates at once, and the walk that reads it off. The
+objective is in `loss`; section numbers refer to the method's description.
+"""
+
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspine_jax import configs, layers
+from dspine_jax.checkpoints import names
+from dspine_jax.decoding import sampling
+from dspine_jax.drafters import (
+  backbone,
+  contract,
+  dflash,
+  injection,
+  transfer_space,
+)
+from dspine_jax.drafters import candidates as candidates_lib
+from dspine_jax.target import model
+from dspine_jax.training import losses
+from dspine_jax.typing import Key, Params, PyTree
+
+
+def init(
+  key: Key, cfg: configs.DrafterConfig, tables: contract.TargetTables
+) -> Params:
+  """Backbone (equal to DFlash's for the same key) and zero-write injections."""
+  options = cfg.dspine
+  space = transfer_space.transfer_space(tables.head, options.transfer_rank)
+  return {
+    "backbone": backbone.init(key, cfg),
+    "injection": injection.init(
+      jax.random.fold_in(key, 1),
+      cfg.num_layers,
+      jnp.asarray(space.directions),
+      options.message_size,
+    ),
+  }
+
+
+def make_buffers(
+  cfg: configs.DrafterConfig, tables: contract.TargetTables
+) -> PyTree:
+  """The frozen token codes, {"transfer_codes": [V, R]} (section 3)."""
+  space = transfer_space.transfer_space(tables.head, cfg.dspine.transfer_rank)
+  return {"transfer_codes": jnp.asarray(space.codes)}
+
+
+def forward(
+  params: Params,
+  buffers: PyTree,
+  tables: contract.TargetTables,
+  inputs: contract.BlockInputs,
+  *,
+  cfg: configs.DrafterConfig,
+) -> contract.DrafterOutput:
+  """Backbone with an injection after every layer (section 4).
+
+  Blocks in `inputs.replace` read their true predecessors in the first
+  `replacement_layers` layers (section 7).
+  """
+  core, inject = params["backbone"], params["injection"]
+  codes = buffers["transfer_codes"]
+  block_codes = codes[inputs.tokens]
+  replace = inputs.replace
+  if replace is None:
+    replace = jnp.zeros(inputs.keep.shape, bool)
+
+  def one_block(layer, h, block_codes, replaced):
+    h_after = injection.adjacent_injection(
+      inject["shared"], layer, h, block_codes, replaced
+    )
+    return h_after, injection.feature(layer, h_after)
+
+  over_blocks = jax.vmap(one_block, in_axes=(None, 0, 0, 0))
+  over_requests = jax.vmap(over_blocks, in_axes=(None, 0, 0, 0))
+
+  def after(layer, index, h):
+    replaced = replace & (index < cfg.dspine.replacement_layers)
+    h_after, features = over_requests(layer, h, block_codes, replaced)
+    return h_after, (h, features)
+
+  variant = backbone.plain(core)._replace(
+    layer_params=inject["layers"], after=after
+  )
+  h, extras = backbone.run_blocks(core, tables, inputs, variant, cfg=cfg)
+  if isinstance(extras[0], tuple):
+    pre_injection = extras[-1][0]
+    layer_features = tuple(features for _, features in extras)
+  else:
+    pre_injection, layer_features = extras[0][-1], extras[1]
+  return contract.DrafterOutput(
+    hidden=backbone.final_norm(core, h, cfg),
+    pre_injection=pre_injection,
+    layer_features=layer_features,
+  )
+
+
+def supervised(mask: jax.Array) -> jax.Array:
+  """A slot counts only if it and all earlier ones do (prefix product)."""
+  return jnp.cumprod(mask.astype(jnp.int32), axis=-1).astype(bool)
+
+
+def refine(
+  last: Params,
+  u: Float[Array, "*rows d"],
+  codes: Float[Array, "*rows r"],
+  eps: float,
+) -> Float[Array, "*rows d"]:
+  """q(a): the last write redone with a token's code, final-normed (section 6).
+
+  Args:
+    last: `refinement_params`.
+    u: last layer's states before its write.
+    codes: codes of the actual predecessors; broadcast against `u`.
+    eps: of the final norm.
+  """
+  layer, shared = last["layer"], last["shared"]
+  predecessor = injection.token_vector(codes).astype(u.dtype)
+  z = injection.message(shared, injection.feature(layer, u), predecessor)
+  h = injection.write(layer, u, z)
+  return layers.rms_norm(h, last["norm"]["scale"], eps)
+
+
+def refinement_params(params: Params) -> Params:
+  """What the refinement shares with the last injection and the final norm."""
+  inject = params["injection"]
+  layer = inject["layers"]
+  last = (
+    layer[-1]
+    if isinstance(layer, tuple)
+    else jax.tree.map(lambda leaf: leaf[-1], layer)
+  )
+  return {
+    "layer": last,
+    "shared": inject["shared"],
+    "norm": params["backbone"]["norm"],
+  }
+
+
+def transition_scores(
+  last: Params,
+  u: Float[Array, "*b d"],
+  predecessor_codes: Float[Array, "*b p r"],
+  candidate_rows: Float[Array, "*b c d"],
+  eps: float,
+) -> Float[Array, "*b p c"]:
+  """s(a, b) = E_b . q(a) for all pairs, by direct refinement (section 6).
+
+  Args:
+    last: `refinement_params`.
+    u: [..., D], each slot's state before the last write.
+    predecessor_codes: [..., P, R], codes of its possible predecessors.
+    candidate_rows: [..., C, D], head rows of its candidates.
+    eps: of the final norm.
+  """
+  refined = refine(last, u[..., None, :], predecessor_codes, eps)
+  return jnp.einsum(
+    "...pd,...cd->...pc",
+    refined,
+    candidate_rows.astype(refined.dtype),
+    preferred_element_type=jnp.float32,
+  )
+
+
+def factored_transition_scores(
+  last: Params,
+  u: Float[Array, "*b d"],
+  predecessor_codes: Float[Array, "*b p r"],
+  candidate_rows: Float[Array, "*b c d"],
+  eps: float,
+) -> Float[Array, "*b p c"]:
+  """`transition_scores` without any D-wide refined state (section 6).
+
+  With g the final norm's scale, O the write, s = rms(u) and z_a the message:
+    numerator    (g E_b) . u + s (O^T (g E_b)) . z_a
+    mean square  (|u|^2 + 2 s (O^T u) . z_a + s^2 |O z_a|^2) / D
+  where |O z|^2 = z^T G z with the constant G = O^T O.
+  """
+  layer = last["layer"]
+  kernel = layer["write"]["kernel"]  # [Z, D]
+  width = u.shape[-1]
+  receiver = injection.feature(layer, u)[..., None, :]
+  predecessor = injection.token_vector(predecessor_codes).astype(u.dtype)
+  z = injection.message(last["shared"], receiver, predecessor)
+  s = injection.rms(u)
+  scale = last["norm"]["scale"]
+  rows = candidate_rows * scale.reshape(
+    (1,) * (candidate_rows.ndim - 1) + (-1,)
+  )
+  base = jnp.einsum("...cd,...d->...c", rows, u)
+  through = layers.matmul(rows, kernel.T)
+  change = jnp.einsum("...pz,...cz->...pc", z, through)
+  along = jnp.einsum("...pz,...z->...p", z, layers.matmul(u, kernel.T))
+  gram = kernel @ kernel.T
+  length = jnp.sum(layers.matmul(z, gram) * z, axis=-1)
+  square = jnp.sum(jnp.square(u), axis=-1, keepdims=True)
+  mean_square = (square + 2 * s * along + s**2 * length) / width
+  numerator = base[..., None, :] + s[..., None] * change
+  return numerator * jax.lax.rsqrt(mean_square + eps)[..., None]
+
+
+def loss(
+  params: Params,
+  buffers: PyTree,
+  tables: contract.TargetTables,
+  output: contract.DrafterOutput,
+  supervision: contract.Supervision,
+  *,
+  cfg: configs.DrafterConfig,
+  window: contract.LossWindow,
+  chunk_size: int,
+) -> tuple[jax.Array, contract.LossReport]:
+  """L_base + L_ref + beta sg[mean CE] A (section 7).
+
+  The denominator of the loss is at least 1; the scale of the alignment term
+  divides by the plain sum of weights.
+  """
+  codes = buffers["transfer_codes"]
+  first = cfg.first_slot
+  rows = {
+    "hidden": output.hidden[:, :, first:],
+    "pre_injection": output.pre_injection[:, :, first:],
+  }
+  constants = {
+    "labels": supervision.labels,
+    "weights": supervision.weights,
+    "valid": supervision.valid,
+    "teacher": supervision.teacher,
+    "predecessor_codes": codes[supervision.predecessors],
+  }
+  rows, constants = jax.tree.map(dflash.flatten_blocks, (rows, constants))
+  terms = chunk_terms(cfg.dspine, cfg.rms_norm_eps)
+  last = refinement_params(params)
+  total, sums = losses.chunked_sum(
+    terms, chunk_size, last, rows, tables.head, constants
+  )
+  alignment = alignment_sum(output, supervision, codes, first)
+  scale = window.ce_scale
+  if scale is None:
+    scale = losses.safe_divide(sums["ce"], jnp.sum(supervision.weights))
+  scale = jax.lax.stop_gradient(scale) * window.alignment_weight
+  value = (total + scale * alignment) / jnp.maximum(window.denominator, 1.0)
+  report = contract.LossReport(
+    sums={
+      "ce": sums["ce"],
+      "l1": sums["l1"],
+      "refinement": sums["refinement"],
+      "alignment": alignment,
+    },
+    hits=sums["hits"],
+    prefix_hits=sums["prefix_hits"],
+    base_hits=sums["base_hits"],
+    covered=sums["covered"],
+    supervised=jnp.sum(supervision.valid, axis=(0, 1)).astype(jnp.float32),
+    weight=jnp.sum(supervision.weights),
+  )
+  return value, report
+
+
+def token_alignment(
+  output: contract.DrafterOutput,
+  labels: Int[Array, "b n p"],
+  codes: Float[Array, "v r"],
+  first_slot: int,
+) -> Float[Array, "b n p"]:
+  """Sum over layers of 1 - cos(post-write feature, label's code)."""
+  target = codes[labels]
+  total = 0.0
+  for features in output.layer_features:
+    features = features[:, :, first_slot:].astype(jnp.float32)
+    cosine = jnp.sum(features * target, axis=-1) * features.shape[-1] ** -0.5
+    total = total + 1.0 - cosine
+  return total
+
+
+def alignment_sum(output, supervision, codes, first_slot) -> jax.Array:
+  """Weighted sum of `token_alignment`."""
+  per_token = token_alignment(output, supervision.labels, codes, first_slot)
+  return jnp.sum(per_token * supervision.weights)
+
+
+def token_terms(
+  last: Params,
+  rows: PyTree,
+  head: Float[Array, "v d"],
+  constants: PyTree,
+  options: configs.DSpineOptions,
+  eps: float,
+) -> dict[str, jax.Array]:
+  """Every per-slot term that needs vocabulary rows, each [blocks, P].
+
+  Keys: ce, l1, refinement, teacher_mass, covered, hit, base_hit.
+  """
+  labels = constants["labels"]
+  logits = model.head_logits(head, rows["hidden"])
+  teacher = jax.nn.softmax(model.head_logits(head, constants["teacher"]))
+  log_q = jax.nn.log_softmax(logits)
+  ids = candidates_lib.top_candidates(
+    jax.lax.stop_gradient(logits), options.top_k
+  )[1]
+  refined = refine(
+    last, rows["pre_injection"], constants["predecessor_codes"], eps
+  )
+  scores = jnp.einsum("npd,npcd->npc", refined, head[ids])
+  log_r = jax.nn.log_softmax(scores)
+  is_label = ids == labels[..., None]
+  covered = jnp.any(is_label, axis=-1)
+  # An uncovered label has no cross-entropy over the candidates.
+  refined_ce = -jnp.sum(jnp.where(is_label, log_r, 0.0), axis=-1)
+  on_candidates = jnp.take_along_axis(teacher, ids, axis=-1)
+  mass = jnp.sum(on_candidates, axis=-1)
+  enough = mass > options.candidate_mass_threshold
+  share = on_candidates / jnp.where(enough, mass, 1.0)[..., None]
+  refined_l1 = losses.l1_distance(jnp.exp(log_r), share)
+  refined_l1 = jnp.where(enough, refined_l1, 0.0)
+  ce_share = options.ce_weight
+  choice = jnp.argmax(scores, axis=-1)[..., None]
+  return {
+    "ce": losses.cross_entropy(log_q, labels),
+    "l1": losses.l1_distance(jnp.exp(log_q), teacher),
+    "refinement": ce_share * refined_ce + (1 - ce_share) * refined_l1,
+    "teacher_mass": mass,
+    "covered": covered,
+    "hit": jnp.take_along_axis(is_label, choice, axis=-1)[..., 0],
+    "base_hit": ids[..., 0] == labels,
+  }
+
+
+def chunk_terms(options: configs.DSpineOptions, eps: float):
+  """The chunk loss of `losses.chunked_sum`: L_base + L_ref, weighted."""
+
+  def chunk_loss(last, rows, head, constants):
+    terms = token_terms(last, rows, head, constants, options, eps)
+    weights, valid = constants["weights"], constants["valid"]
+    sums = {
+      name: jnp.sum(terms[name] * weights)
+      for name in ("ce", "l1", "refinement")
+    }
+    ce_share = options.ce_weight
+    value = ce_share * sums["ce"] + (1 - ce_share) * sums["l1"]
+    value = value + sums["refinement"]
+
+    def count(name):
+      return jnp.sum(terms[name] & valid, axis=0).astype(jnp.float32)
+
+    sums |= dflash.hit_sums(terms["hit"], valid)
+    sums |= {"covered": count("covered"), "base_hits": count("base_hit")}
+    return value, sums
+
+  return chunk_loss
+
+
+def propose(
+  params: Params,
+  buffers: PyTree,
+  tables: contract.TargetTables,
+  output: contract.DrafterOutput,
+  anchor_tokens: Int[Array, "b"],
+  *,
+  cfg: configs.DrafterConfig,
+  sampling_cfg: configs.SamplingConfig,
+  kind: str,
+  keys: jax.Array,
+) -> contract.Proposal:
+  """Candidates, transition cache, walk.
+
+  Kinds:
+    greedy: argmax walk (section 6).
+    full_support: refined scores share the base mass of the candidates, base
+      probabilities outside them. The token that a slot takes if it leaves its
+      candidates is drawn beforehand, so it is one more predecessor row of the
+      next slot and the serial part stays a look-up.
+    candidates: refined scores alone, support of top_k tokens.
+    base: independent samples of the base logits, no refinement.
+  """
+  first = cfg.first_slot
+  logits = model.head_logits(tables.head, output.hidden[:, 0, first:])
+  if kind == "base":
+    q = sampling.probabilities(logits, sampling_cfg)
+    return contract.Proposal(tokens=sampling.draw(keys, q), probs=q)
+  _, ids = candidates_lib.top_candidates(logits, cfg.dspine.top_k)
+  last = refinement_params(params)
+  u = output.pre_injection[:, 0, first:]
+  rows = tables.head[ids]
+
+  def scores_given(predecessors):
+    codes = buffers["transfer_codes"][predecessors]
+    return transition_scores(last, u, codes, rows, cfg.rms_norm_eps)
+
+  if kind == "greedy":
+    predecessors = candidates_lib.predecessor_ids(anchor_tokens, ids)
+    tokens = candidates_lib.greedy_walk(scores_given(predecessors), ids)
+    return contract.Proposal(tokens=tokens.astype(jnp.int32))
+
+  base = sampling.probabilities(logits, sampling_cfg)
+  inside = jnp.take_along_axis(base, ids, axis=-1)
+  walk_keys, outside_keys = _split_rows(keys)
+  choices, outside_mass = ids, None
+  if kind == "full_support":
+    outside = candidates_lib.with_candidates(base, ids, jnp.zeros_like(inside))
+    outside_mass = jnp.sum(outside, axis=-1)
+    extra = sampling.draw(outside_keys, outside)
+    choices = jnp.concatenate([ids, extra[..., None]], axis=-1)
+  predecessors = candidates_lib.predecessor_ids(anchor_tokens, choices)
+  scores = scores_given(predecessors) / sampling_cfg.temperature
+  # What top-k or top-p removed from the full distribution stays removed.
+  scores = jnp.where(inside[:, :, None] > 0, scores, -jnp.inf)
+  log_law = jax.nn.log_softmax(scores)
+  if outside_mass is not None:
+    inside_mass = jnp.sum(inside, axis=-1)
+    log_law = log_law + jnp.log(inside_mass)[:, :, None, None]
+    leave = jnp.broadcast_to(
+      jnp.log(outside_mass)[:, :, None, None], (*log_law.shape[:-1], 1)
+    )
+    log_law = jnp.concatenate([log_law, leave], axis=-1)
+  noise = sampling.gumbel(walk_keys, choices.shape[1:])
+  tokens, law = candidates_lib.sampled_walk(log_law, choices, noise)
+  others = base if kind == "full_support" else jnp.zeros_like(base)
+  on_candidates = jnp.exp(law[..., : cfg.dspine.top_k])
+  probs = candidates_lib.with_candidates(others, ids, on_candidates)
+  return contract.Proposal(tokens=tokens.astype(jnp.int32), probs=probs)
+
+
+def _split_rows(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+  split = jax.vmap(jax.random.split)(keys)
+  return split[:, 0], split[:, 1]
+
+
+def entries(cfg: configs.DrafterConfig) -> list[names.Entry]:
+  """Released names: the backbone's, the injection's, and the codes."""
+  options, width = cfg.dspine, cfg.hidden_size
+  rank, size = options.transfer_rank, options.message_size
+  root = ("params", "injection")
+  shared = [
+    names.Entry(
+      f"injection.{name}.weight",
+      (*root, "shared", name, "kernel"),
+      (rank, size),
+      True,
+    )
+    for name in ("message", "receiver_gate", "predecessor_gate")
+  ]
+  shared.append(
+    names.Entry("injection.bias", (*root, "shared", "bias"), (size,))
+  )
+  per_layer = []
+  for index in range(cfg.num_layers):
+    at = (*root, "layers", index)
+    per_layer += [
+      names.Entry(
+        f"injection.readouts.{index}.weight",
+        (*at, "readout", "kernel"),
+        (width, rank),
+        True,
+      ),
+      names.Entry(
+        f"injection.writes.{index}.weight",
+        (*at, "write", "kernel"),
+        (size, width),
+        True,
+      ),
+    ]
+  codes = names.Entry(
+    "transfer_codes", ("buffers", "transfer_codes"), (cfg.vocab_size, rank)
+  )
+  return [*names.backbone_entries(cfg), *shared, *per_layer, codes]
+
+
+DRAFTER = contract.Drafter(
+  init=init,
+  make_buffers=make_buffers,
+  forward=forward,
+  supervised=supervised,
+  loss=loss,
+  propose=propose,
+  proposal_kinds=("full_support", "candidates", "base"),
+  entries=entries,
+)

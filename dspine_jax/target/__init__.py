@@ -1,0 +1,1 @@
+"""The target (verifier): a Qwen3- or Llama-style decoder and its taps."""

@@ -1,0 +1,44 @@
+"""Which target layers feed the drafter.
+
+Ids are zero-based decoder layers; the feature of layer i is its output, which
+Hugging Face lists as `hidden_states[i + 1]`. The last layer is never tapped:
+its listed output has already passed the final norm.
+"""
+
+
+def tapped_layers(
+  num_target_layers: int, num_draft_layers: int
+) -> tuple[int, ...]:
+  """Evenly spaced from layer 1 to layer L - 3, one per draft layer.
+
+  tapped_layers(36, 5) = (1, 9, 17, 25, 33). One draft layer taps the middle.
+  Ties are rounded to even, as Python does (baselines, section 2.1).
+
+  Raises:
+    ValueError: if a layer that does not exist, or the last one, would be
+      tapped.
+  """
+  if num_draft_layers == 1:
+    ids = (num_target_layers // 2,)
+  else:
+    step = (num_target_layers - 4) / (num_draft_layers - 1)
+    ids = tuple(round(1 + i * step) for i in range(num_draft_layers))
+  return check_tapped_layers(ids, num_target_layers)
+
+
+def check_tapped_layers(
+  ids: tuple[int, ...], num_target_layers: int
+) -> tuple[int, ...]:
+  """Returns `ids`, or raises ValueError naming the id that cannot be tapped."""
+  for layer in ids:
+    if not 0 <= layer < num_target_layers - 1:
+      raise ValueError(
+        f"target_layer_ids={list(ids)}: layer {layer} cannot be tapped in a"
+        f" target of {num_target_layers} layers (0 to"
+        f" {num_target_layers - 2}; the last layer is never tapped)"
+      )
+  if list(ids) != sorted(set(ids)):
+    raise ValueError(
+      f"target_layer_ids={list(ids)}: must be ascending, without repeats"
+    )
+  return ids

@@ -1,0 +1,1 @@
+"""Training of drafters (and of the embedded target's optimiser parts)."""

@@ -1,0 +1,1 @@
+"""Scripts that run the library: one file, one experiment."""

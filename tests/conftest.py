@@ -1,0 +1,45 @@
+"""Settings of every test: the CPU, exact matmuls, checked shapes.
+
+The environment is set before JAX is imported, so this file imports it late.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "PYTEST_XDIST_WORKER" in os.environ:
+  # Several workers share the cores. BLAS threads that spin for each other would
+  # take them from JAX; XLA's own pool is left alone, as it sleeps when idle.
+  for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+  os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax
+import jaxtyping
+import pytest
+
+# An accidental (B,) + (B, T) must fail instead of broadcasting, and float32
+# must mean float32 wherever the tests run.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "float32")
+
+# Must precede the first import of these packages. It stays for the session.
+jaxtyping.install_import_hook(
+  ["dspine_jax", "kernels", "energy"], "beartype.beartype"
+)
+
+
+def pytest_collection_modifyitems(
+  config: pytest.Config, items: list[pytest.Item]
+) -> None:
+  """Skips slow tests unless -m speaks of them, and GPU tests without a GPU."""
+  if "slow" not in config.option.markexpr:
+    _skip(items, "slow", "slow: select it with -m slow")
+  if any(item.get_closest_marker("gpu") for item in items):
+    if jax.default_backend() != "gpu":
+      _skip(items, "gpu", "needs a GPU, and JAX_PLATFORMS=cuda to use it")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+  for item in items:
+    if item.get_closest_marker(marker):
+      item.add_marker(pytest.mark.skip(reason=reason))
