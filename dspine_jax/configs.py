@@ -408,3 +408,29 @@ class DecodeConfig:
       self.proposal,
       "rejection sampling needs a sampled draft",
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+  """One training run of a drafter.
+
+  Attributes:
+    optimizer: the same for all methods that are compared.
+    batch_size: sequences per micro-batch.
+    accumulation: micro-batches per optimiser step.
+    num_anchors: draft blocks per sequence.
+    chunk_blocks: blocks whose full-vocabulary rows exist at the same time.
+    seed: of parameters, anchors, replacement and data order.
+  """
+
+  optimizer: OptimizerConfig
+  batch_size: int = 8
+  accumulation: int = 1
+  num_anchors: int = 16
+  chunk_blocks: int = 16
+  seed: int = 0
+
+  def __post_init__(self):
+    for name in ("batch_size", "accumulation", "num_anchors", "chunk_blocks"):
+      value = getattr(self, name)
+      _require(value > 0, name, value, "must be positive")

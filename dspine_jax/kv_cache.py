@@ -7,6 +7,8 @@ beyond it and is overwritten by the next append. Layout: heads before positions,
 so that scores are one matrix product a head.
 """
 
+import dataclasses
+
 import jax
 from flax import struct
 from jax import lax
@@ -51,7 +53,7 @@ def init(
   *,
   num_layers: int,
   stacked: bool = False,
-  dtype: jnp.dtype = jnp.float32,
+  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> KVCache:
   """An empty cache; `cfg` gives num_kv_heads and head_dim."""
   shape = (batch_size, cfg.num_kv_heads, capacity, cfg.head_dim)
@@ -75,7 +77,7 @@ def _write(cache, new, starts):
       index = (row, 0, starts[row], 0)
       cache = lax.dynamic_update_slice(cache, new[row : row + 1], index)
     return cache
-  positions = starts[:, None] + jnp.arange(new.shape[2])
+  positions = starts[:, None] + jnp.arange(new.shape[2])[None, :]
   rows = jnp.arange(batch)[:, None]
   values = jnp.swapaxes(new, 1, 2)
   return cache.at[rows, :, positions].set(values, mode="drop")
@@ -103,14 +105,14 @@ def write(cache: KVCache, new_layers: PyTree) -> KVCache:
       jax.vmap(_write, in_axes=(0, 0, None))(old, new, starts)
       for old, new in zip(cache.layers, new_layers, strict=True)
     )
-  return cache.replace(layers=written)
+  return dataclasses.replace(cache, layers=written)
 
 
 def advance(cache: KVCache, counts: Lengths) -> KVCache:
   """Commits the first `counts` of the positions written last, row by row."""
-  return cache.replace(lengths=cache.lengths + counts)
+  return dataclasses.replace(cache, lengths=cache.lengths + counts)
 
 
 def crop(cache: KVCache, lengths: Lengths) -> KVCache:
   """Forgets everything behind `lengths`, row by row."""
-  return cache.replace(lengths=jnp.minimum(cache.lengths, lengths))
+  return dataclasses.replace(cache, lengths=jnp.minimum(cache.lengths, lengths))

@@ -27,6 +27,7 @@ Key = jax.Array
 Tokens = Int[Array, "b t"]
 Lengths = Int[Array, "b"]
 Hidden = Float[Array, "b t d"]
+Features = Float[Array, "b t taps_d"]
 Logits = Float[Array, "b t v"]
 BlockHidden = Float[Array, "b n k d"]
 BlockTokens = Int[Array, "b n k"]

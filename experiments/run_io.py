@@ -31,7 +31,7 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -474,6 +474,9 @@ def run_app(main: Callable[[Sequence[str]], Any]) -> None:
   """
 
   def guarded(argv: Sequence[str]) -> Any:
+    if not flags.FLAGS["verbosity"].present:
+      # The libraries' start-up notes would bury the progress line.
+      logging.set_verbosity(logging.WARNING)
     try:
       if len(argv) > 1:
         raise ValueError(f"unexpected arguments: {shlex.join(argv[1:])}")

@@ -12,6 +12,7 @@ Time: about 75 minutes on two CPU cores with the defaults.
 import dataclasses
 import math
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -56,7 +57,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and data order.")
 
 @struct.dataclass
 class _State:
-  params: Params
+  params: PyTree
   opt_state: PyTree
   step: jax.Array
 
@@ -185,7 +186,7 @@ def run(work_dir: run_io.WorkDir, cfg, opt_cfg, text: corpus.Corpus, *, flag):
   return results
 
 
-def main(argv):
+def main(unused_argv):
   text = (
     corpus.read_corpus(_CORPUS.value)
     if _CORPUS.value
@@ -210,7 +211,7 @@ def main(argv):
     "corpus_digest": text.digest,
   }
   work_dir = run_io.open_work_dir(
-    _WORK_DIR.value, config=config, argv=argv, resume=True
+    _WORK_DIR.value, config=config, argv=sys.argv, resume=True
   )
   results = run(work_dir, cfg, opt_cfg, text, flag=flags.FLAGS)
   print(f"held-out bits per byte: {results['held_out_bits_per_byte']:.4f}")

@@ -1,1 +1,1 @@
-"""Reading and writing weights: Hugging Face folders and Orbax training state."""
+"""Weights on disk: Hugging Face folders and Orbax training state."""

@@ -148,7 +148,7 @@ def export(params: Params, entries: Iterable[Entry]) -> dict[str, np.ndarray]:
   """Released tensors from parameters with unrolled layers."""
   tensors = {}
   for entry in entries:
-    value = params
+    value: Any = params
     for key in entry.path:
       value = value[key]
     array = np.asarray(value)

@@ -1,4 +1,4 @@
-"""Training state on disk: what a killed run needs to go on as if it had not been.
+"""Training state on disk: what a killed run needs to go on unchanged.
 
 A thin layer over `orbax.checkpoint`: one directory per step, written to a
 temporary name first, so that a kill during a save leaves the older ones whole.

@@ -1,4 +1,4 @@
-"""A target as a Hugging Face folder: config.json, safetensors, tokenizer.json."""
+"""A target as a Hugging Face folder: config.json and safetensors."""
 
 import pathlib
 from typing import NamedTuple

@@ -21,6 +21,7 @@ from dspine_jax.drafters import contract
 from dspine_jax.typing import (
   BlockHidden,
   BlockTokens,
+  Features,
   Hidden,
   Key,
   Params,
@@ -138,7 +139,7 @@ def init(key: Key, cfg: configs.DrafterConfig) -> Params:
 
 
 def context_states(
-  params: Params, features: Hidden, *, cfg: configs.DrafterConfig
+  params: Params, features: Features, *, cfg: configs.DrafterConfig
 ) -> Hidden:
   """hidden_norm(fc(features)): [B, S, taps * D] -> [B, S, D]."""
   fused = layers.matmul(features, params["fc"]["kernel"])
@@ -149,7 +150,7 @@ def context_states(
 
 def context_kv(
   params: Params,
-  features: Hidden,
+  features: Features,
   positions: Int[Array, "b s"],
   *,
   cfg: configs.DrafterConfig,
@@ -198,7 +199,7 @@ def run_blocks(
   variant: Variant,
   *,
   cfg: configs.DrafterConfig,
-  dtype: jnp.dtype = jnp.float32,
+  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[BlockHidden, PyTree]:
   """All layers over all blocks.
 
@@ -207,7 +208,7 @@ def run_blocks(
     for each layer.
   """
   ids = noise_ids(inputs.tokens, inputs.keep, cfg.mask_token_id)
-  h = tables.embedding[ids].astype(dtype)
+  h = jax.lax.stop_gradient(tables.embedding)[ids].astype(dtype)
   offsets = jnp.arange(cfg.block_size)[None, None, :]
   rope = _rope(inputs.anchors[..., None] + offsets, cfg)
   context_length = jax.tree.leaves(inputs.context)[0].shape[-2]

@@ -4,7 +4,7 @@ A method that scores pairs gives a table of scores [M, P, C] a request: slot,
 predecessor, candidate. Predecessor row 0..C-1 of slot t is candidate i of slot
 t - 1; slot 0 of the table has the anchor in every row. An optional last row
 (P = C + 1) is a token outside the candidates, drawn beforehand. The serial part
-is only the walk: table look-ups. Shared by every method that selects from pairs.
+is only the walk: table look-ups. Every method that selects from pairs uses it.
 """
 
 import jax
@@ -16,7 +16,8 @@ def top_candidates(
   logits: Float[Array, "*bm v"], top_k: int
 ) -> tuple[Float[Array, "*bm c"], Int[Array, "*bm c"]]:
   """The top-k logits and their token ids, descending."""
-  return jax.lax.top_k(logits, top_k)
+  values, ids = jax.lax.top_k(logits, top_k)
+  return values, ids
 
 
 def predecessor_ids(

@@ -26,11 +26,18 @@ from dspine_jax.training import losses
 from dspine_jax.typing import Key, Params, PyTree
 
 
+def options_of(cfg: configs.DrafterConfig) -> configs.DSpineOptions:
+  """`cfg.dspine`; ValueError if the configuration has none."""
+  if cfg.dspine is None:
+    raise ValueError("dspine=None: method 'dspine' needs its DSpineOptions")
+  return cfg.dspine
+
+
 def init(
   key: Key, cfg: configs.DrafterConfig, tables: contract.TargetTables
 ) -> Params:
   """Backbone (equal to DFlash's for the same key) and zero-write injections."""
-  options = cfg.dspine
+  options = options_of(cfg)
   space = transfer_space.transfer_space(tables.head, options.transfer_rank)
   return {
     "backbone": backbone.init(key, cfg),
@@ -47,7 +54,9 @@ def make_buffers(
   cfg: configs.DrafterConfig, tables: contract.TargetTables
 ) -> PyTree:
   """The frozen token codes, {"transfer_codes": [V, R]} (section 3)."""
-  space = transfer_space.transfer_space(tables.head, cfg.dspine.transfer_rank)
+  space = transfer_space.transfer_space(
+    tables.head, options_of(cfg).transfer_rank
+  )
   return {"transfer_codes": jnp.asarray(space.codes)}
 
 
@@ -65,7 +74,8 @@ def forward(
   `replacement_layers` layers (section 7).
   """
   core, inject = params["backbone"], params["injection"]
-  codes = buffers["transfer_codes"]
+  replacement_layers = options_of(cfg).replacement_layers
+  codes = jax.lax.stop_gradient(buffers["transfer_codes"])
   block_codes = codes[inputs.tokens]
   replace = inputs.replace
   if replace is None:
@@ -81,7 +91,7 @@ def forward(
   over_requests = jax.vmap(over_blocks, in_axes=(None, 0, 0, 0))
 
   def after(layer, index, h):
-    replaced = replace & (index < cfg.dspine.replacement_layers)
+    replaced = replace & (index < replacement_layers)
     h_after, features = over_requests(layer, h, block_codes, replaced)
     return h_after, (h, features)
 
@@ -108,10 +118,10 @@ def supervised(mask: jax.Array) -> jax.Array:
 
 def refine(
   last: Params,
-  u: Float[Array, "*rows d"],
-  codes: Float[Array, "*rows r"],
+  u: Float[Array, "*#rows d"],
+  codes: Float[Array, "*#rows r"],
   eps: float,
-) -> Float[Array, "*rows d"]:
+) -> Float[Array, "*#rows d"]:
   """q(a): the last write redone with a token's code, final-normed (section 6).
 
   Args:
@@ -221,7 +231,8 @@ def loss(
   The denominator of the loss is at least 1; the scale of the alignment term
   divides by the plain sum of weights.
   """
-  codes = buffers["transfer_codes"]
+  assert output.pre_injection is not None
+  codes = jax.lax.stop_gradient(buffers["transfer_codes"])
   first = cfg.first_slot
   rows = {
     "hidden": output.hidden[:, :, first:],
@@ -235,7 +246,7 @@ def loss(
     "predecessor_codes": codes[supervision.predecessors],
   }
   rows, constants = jax.tree.map(dflash.flatten_blocks, (rows, constants))
-  terms = chunk_terms(cfg.dspine, cfg.rms_norm_eps)
+  terms = chunk_terms(options_of(cfg), cfg.rms_norm_eps)
   last = refinement_params(params)
   total, sums = losses.chunked_sum(
     terms, chunk_size, last, rows, tables.head, constants
@@ -271,7 +282,7 @@ def token_alignment(
 ) -> Float[Array, "b n p"]:
   """Sum over layers of 1 - cos(post-write feature, label's code)."""
   target = codes[labels]
-  total = 0.0
+  total = jnp.zeros(labels.shape)
   for features in output.layer_features:
     features = features[:, :, first_slot:].astype(jnp.float32)
     cosine = jnp.sum(features * target, axis=-1) * features.shape[-1] ** -0.5
@@ -379,12 +390,13 @@ def propose(
     candidates: refined scores alone, support of top_k tokens.
     base: independent samples of the base logits, no refinement.
   """
-  first = cfg.first_slot
+  first, top_k = cfg.first_slot, options_of(cfg).top_k
   logits = model.head_logits(tables.head, output.hidden[:, 0, first:])
   if kind == "base":
     q = sampling.probabilities(logits, sampling_cfg)
     return contract.Proposal(tokens=sampling.draw(keys, q), probs=q)
-  _, ids = candidates_lib.top_candidates(logits, cfg.dspine.top_k)
+  _, ids = candidates_lib.top_candidates(logits, top_k)
+  assert output.pre_injection is not None
   last = refinement_params(params)
   u = output.pre_injection[:, 0, first:]
   rows = tables.head[ids]
@@ -422,7 +434,7 @@ def propose(
   noise = sampling.gumbel(walk_keys, choices.shape[1:])
   tokens, law = candidates_lib.sampled_walk(log_law, choices, noise)
   others = base if kind == "full_support" else jnp.zeros_like(base)
-  on_candidates = jnp.exp(law[..., : cfg.dspine.top_k])
+  on_candidates = jnp.exp(law[..., :top_k])
   probs = candidates_lib.with_candidates(others, ids, on_candidates)
   return contract.Proposal(tokens=tokens.astype(jnp.int32), probs=probs)
 
@@ -434,7 +446,7 @@ def _split_rows(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def entries(cfg: configs.DrafterConfig) -> list[names.Entry]:
   """Released names: the backbone's, the injection's, and the codes."""
-  options, width = cfg.dspine, cfg.hidden_size
+  options, width = options_of(cfg), cfg.hidden_size
   rank, size = options.transfer_rank, options.message_size
   root = ("params", "injection")
   shared = [

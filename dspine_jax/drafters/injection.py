@@ -1,4 +1,4 @@
-"""Adjacent causal injection: the write from a slot to its successor (dspine, 4).
+"""Adjacent causal injection: a slot writes to its successor (dspine, 4).
 
 All functions here are for one block, [K, D], and are vmapped over blocks and
 requests by `dspine.py`. Reads are pre-write, so a layer is one parallel step:
@@ -89,9 +89,9 @@ def rms(h: Float[Array, "*rows d"]) -> Float[Array, "*rows 1"]:
 
 def message(
   shared: Params,
-  receiver: Float[Array, "*rows r"],
-  predecessor: Float[Array, "*rows r"],
-) -> Float[Array, "*rows z"]:
+  receiver: Float[Array, "*#rows r"],
+  predecessor: Float[Array, "*#rows r"],
+) -> Float[Array, "*#rows z"]:
   """The gated message from `predecessor` to `receiver`."""
   gate = layers.matmul(receiver, shared["receiver_gate"]["kernel"])
   gate = gate + layers.matmul(predecessor, shared["predecessor_gate"]["kernel"])
@@ -101,8 +101,8 @@ def message(
 
 
 def write(
-  layer: Params, h: Float[Array, "*rows d"], z: Float[Array, "*rows z"]
-) -> Float[Array, "*rows d"]:
+  layer: Params, h: Float[Array, "*#rows d"], z: Float[Array, "*#rows z"]
+) -> Float[Array, "*#rows d"]:
   """h + rms(h) O z."""
   written = layers.matmul(z, layer["write"]["kernel"])
   return h + (rms(h) * written).astype(h.dtype)

@@ -7,6 +7,7 @@ unwhitened directions and are trained. Computed once on the host in float64.
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import scipy.linalg
 
@@ -31,7 +32,7 @@ class TransferSpace(NamedTuple):
   codes: np.ndarray
 
 
-def transfer_space(head: np.ndarray, rank: int) -> TransferSpace:
+def transfer_space(head: np.ndarray | jax.Array, rank: int) -> TransferSpace:
   """Builds the transfer space of a head.
 
   Args:
@@ -73,11 +74,16 @@ def transfer_space(head: np.ndarray, rank: int) -> TransferSpace:
     code = rows @ directions / np.sqrt(eigenvalues)
     code /= np.linalg.norm(code, axis=1, keepdims=True)
     codes[start : start + _CHUNK_ROWS] = code
-  arrays = (mean, scatter, eigenvalues, directions)
-  return TransferSpace(*(x.astype(np.float32) for x in arrays), codes)
+  return TransferSpace(
+    mean=mean.astype(np.float32),
+    covariance=scatter.astype(np.float32),
+    eigenvalues=np.asarray(eigenvalues, np.float32),
+    directions=np.asarray(directions, np.float32),
+    codes=codes,
+  )
 
 
-def _unit_rows(rows: np.ndarray, first: int) -> np.ndarray:
+def _unit_rows(rows: np.ndarray | jax.Array, first: int) -> np.ndarray:
   rows = np.asarray(rows, np.float64)
   norms = np.linalg.norm(rows, axis=1, keepdims=True)
   if not (norms > 0).all():

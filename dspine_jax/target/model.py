@@ -8,6 +8,8 @@ dict; `params["layers"]` is a tuple of layers (unrolled) or one stacked tree
 (scanned). Not here: loading (`checkpoints`), sampling (`decoding`).
 """
 
+import dataclasses
+
 import jax
 from flax import linen as nn
 from flax import struct
@@ -15,7 +17,15 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float
 
 from dspine_jax import attention, attention_masks, configs, kv_cache, layers
-from dspine_jax.typing import Hidden, Key, Lengths, Params, Tokens
+from dspine_jax.typing import (
+  Features,
+  Hidden,
+  Key,
+  Lengths,
+  Params,
+  PyTree,
+  Tokens,
+)
 
 
 @struct.dataclass
@@ -26,12 +36,13 @@ class TargetOutput:
     hidden: [B, T, D] after the final norm, the input of the head.
     features: [B, T, taps * D], outputs of the tapped layers, ascending; the
       drafter's context features. [B, T, 0] without taps.
-    cache: with the new keys and values written, lengths not yet advanced.
+    cache: a KVCache with the new keys and values written, lengths not yet
+      advanced; None if the pass had none.
   """
 
   hidden: Hidden
-  features: Hidden
-  cache: kv_cache.KVCache | None = None
+  features: Features
+  cache: PyTree = None
 
 
 class DecoderLayer(nn.Module):
@@ -129,7 +140,7 @@ def forward(
   cache: kv_cache.KVCache | None = None,
   cache_is_empty: bool = False,
   tap_layers: tuple[int, ...] = (),
-  dtype: jnp.dtype = jnp.float32,
+  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> TargetOutput:
   """One pass over T tokens that follow each row's cached positions.
 
@@ -214,7 +225,7 @@ def prefill(
   cfg: configs.TargetConfig,
   capacity: int,
   tap_layers: tuple[int, ...] = (),
-  dtype: jnp.dtype = jnp.float32,
+  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> TargetOutput:
   """Runs right-padded prompts and keeps each row's own length in the cache.
 
@@ -253,4 +264,6 @@ def prefill(
     tap_layers=tap_layers,
     dtype=dtype,
   )
-  return out.replace(cache=kv_cache.advance(out.cache, prompt_lengths))
+  return dataclasses.replace(
+    out, cache=kv_cache.advance(out.cache, prompt_lengths)
+  )

@@ -17,6 +17,7 @@ from dspine_jax.typing import (
   Anchors,
   BlockKeep,
   BlockTokens,
+  Features,
   Hidden,
   Key,
   Tokens,
@@ -36,7 +37,7 @@ class TrainBatch:
 
   tokens: Tokens
   loss_mask: jax.Array
-  context_features: Hidden
+  context_features: Features
   last_hidden: Hidden
 
 
@@ -100,7 +101,9 @@ def supervise(
     predecessors=_gather(batch.tokens, before),
     valid=valid,
     weights=valid * decay[None, None],
-    teacher=_gather_states(batch.last_hidden, before),
+    teacher=_gather_states(
+      batch.last_hidden, jnp.minimum(positions, length - 1) - 1
+    ),
   )
 
 

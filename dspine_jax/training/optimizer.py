@@ -6,12 +6,13 @@ of linear maps only ([in, out], or [layers, in, out] where layers are stacked);
 norms, biases and embeddings get its Adam part.
 """
 
+from typing import Any
+
 import jax
 import optax
 import optax.contrib
 
 from dspine_jax import configs
-from dspine_jax.typing import Params, PyTree
 
 
 def learning_rate(cfg: configs.OptimizerConfig) -> optax.Schedule:
@@ -64,7 +65,7 @@ def make_optimizer(
   return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), core)
 
 
-def _matrix_axes(params: Params) -> PyTree:
+def _matrix_axes(params: Any) -> Any:
   """MuonDimensionNumbers for kernels, None (Adam) for everything else."""
 
   def axes(path, leaf):

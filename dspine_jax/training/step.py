@@ -1,0 +1,276 @@
+"""One optimiser step of a drafter, and one evaluation step.
+
+The window of a step is [A, B, ...]: A micro-batches whose gradients are summed.
+Denominators and the alignment scale are those of the whole window, so that a
+window of A micro-batches gives the gradient of one large batch. Methods that
+scale a term by their mean cross-entropy get a gradient-free pre-pass, replayed
+with the same random draws; with one micro-batch it is not needed.
+"""
+
+import dataclasses
+
+import jax
+import optax
+from flax import struct
+from jax import numpy as jnp
+
+from dspine_jax import configs
+from dspine_jax.drafters import backbone, contract, methods
+from dspine_jax.training import anchors, losses, optimizer, schedules
+from dspine_jax.typing import Key, Params, PyTree
+
+
+@struct.dataclass
+class TrainState:
+  """Everything that a killed run needs to go on.
+
+  Attributes:
+    params: trainable tree of the drafter, float32.
+    opt_state: of the optimiser.
+    step: [] int32, optimiser steps done; also the data position.
+    key: typed PRNG key of the run; step s uses fold_in(key, s).
+  """
+
+  params: Params
+  opt_state: PyTree
+  step: jax.Array
+  key: Key
+
+
+def init(
+  cfg: configs.DrafterConfig,
+  train: configs.TrainConfig,
+  tables: contract.TargetTables,
+) -> tuple[TrainState, PyTree]:
+  """A fresh state, and the method's frozen buffers."""
+  method = methods.drafter(cfg)
+  init_key, run_key = jax.random.split(jax.random.key(train.seed))
+  params = method.init(init_key, cfg, tables)
+  tx = optimizer.make_optimizer(train.optimizer)
+  state = TrainState(
+    params=params,
+    opt_state=tx.init(params),
+    step=jnp.zeros((), jnp.int32),
+    key=run_key,
+  )
+  return state, method.make_buffers(cfg, tables)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+  """The random draws of one micro-batch, made before any pass over it."""
+
+  anchors: jax.Array
+  keep: jax.Array
+  replace: jax.Array | None
+
+
+def draw(
+  key: Key,
+  loss_mask: jax.Array,
+  num_anchors: int,
+  replacement_probability: jax.Array | None,
+) -> Draws:
+  """Anchors, and which blocks read their true predecessors."""
+  anchor_key, replace_key = jax.random.split(key)
+  positions, keep = anchors.sample_anchors(anchor_key, loss_mask, num_anchors)
+  replace = None
+  if replacement_probability is not None:
+    uniform = jax.random.uniform(replace_key, positions.shape)
+    replace = uniform < replacement_probability
+  return Draws(positions, keep, replace)
+
+
+def micro_loss(
+  params: Params,
+  buffers: PyTree,
+  tables: contract.TargetTables,
+  batch: anchors.TrainBatch,
+  draws: Draws,
+  supervision: contract.Supervision,
+  window: contract.LossWindow,
+  *,
+  cfg: configs.DrafterConfig,
+  chunk_size: int,
+) -> tuple[jax.Array, contract.LossReport]:
+  """Forward pass and objective of one micro-batch."""
+  method = methods.drafter(cfg)
+  length = batch.tokens.shape[1]
+  positions = jnp.broadcast_to(jnp.arange(length)[None], batch.tokens.shape)
+  inputs = contract.BlockInputs(
+    anchors=draws.anchors,
+    keep=draws.keep,
+    tokens=anchors.block_tokens(batch.tokens, draws.anchors, cfg.block_size),
+    context=backbone.context_kv(
+      params["backbone"], batch.context_features, positions, cfg=cfg
+    ),
+    replace=draws.replace,
+  )
+  output = method.forward(params, buffers, tables, inputs, cfg=cfg)
+  return method.loss(
+    params,
+    buffers,
+    tables,
+    output,
+    supervision,
+    cfg=cfg,
+    window=window,
+    chunk_size=chunk_size,
+  )
+
+
+def window_gradient(
+  params: Params,
+  buffers: PyTree,
+  tables: contract.TargetTables,
+  batches: anchors.TrainBatch,
+  key: Key,
+  step: jax.Array,
+  *,
+  cfg: configs.DrafterConfig,
+  train: configs.TrainConfig,
+) -> tuple[jax.Array, contract.LossReport, Params]:
+  """Loss, report and gradient of a window [A, B, ...]."""
+  method = methods.drafter(cfg)
+  rho = beta = None
+  if cfg.dspine is not None:
+    rho = schedules.replacement_probability(
+      step, train.optimizer.total_steps, cfg.dspine
+    )
+    beta = schedules.alignment_weight(step, cfg.dspine)
+  count = batches.tokens.shape[0]
+  micros = []
+  for index, micro_key in enumerate(jax.random.split(key, count)):
+    batch = jax.tree.map(lambda x, i=index: x[i], batches)
+    draws = draw(micro_key, batch.loss_mask, train.num_anchors, rho)
+    supervision = anchors.supervise(
+      batch, draws.anchors, draws.keep, method.supervised, cfg=cfg
+    )
+    micros.append((batch, draws, supervision))
+  weights = [jnp.sum(supervision.weights) for _, _, supervision in micros]
+  denominator = jnp.sum(jnp.stack(weights))
+  window = contract.LossWindow(
+    denominator=denominator,
+    ce_scale=None,
+    alignment_weight=jnp.zeros(()) if beta is None else beta,
+  )
+
+  def objective(params, window, micro):
+    batch, draws, supervision = micro
+    return micro_loss(
+      params,
+      buffers,
+      tables,
+      batch,
+      draws,
+      supervision,
+      window,
+      cfg=cfg,
+      chunk_size=train.chunk_blocks,
+    )
+
+  if beta is not None and count > 1:
+    # The pre-pass is not differentiated; it only sums cross-entropies.
+    reports = [objective(params, window, micro)[1] for micro in micros]
+    ce = jnp.sum(jnp.stack([report.sums["ce"] for report in reports]))
+    ce_scale = losses.safe_divide(ce, denominator)
+    window = dataclasses.replace(window, ce_scale=ce_scale)
+  differentiate = jax.value_and_grad(objective, has_aux=True)
+  (total, report), gradient = differentiate(params, window, micros[0])
+  for micro in micros[1:]:
+    more = differentiate(params, window, micro)
+    (total, report), gradient = jax.tree.map(
+      jnp.add, ((total, report), gradient), more
+    )
+  return total, report, gradient
+
+
+def make_train_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
+  """A jitted (state, buffers, tables, batches) -> (state, metrics).
+
+  The state is donated. Metrics are device scalars and per-slot arrays.
+  """
+  tx = optimizer.make_optimizer(train.optimizer)
+
+  def train_step(state, buffers, tables, batches):
+    key = jax.random.fold_in(state.key, state.step)
+    value, report, gradient = window_gradient(
+      state.params,
+      buffers,
+      tables,
+      batches,
+      key,
+      state.step,
+      cfg=cfg,
+      train=train,
+    )
+    updates, opt_state = tx.update(gradient, state.opt_state, state.params)
+    metrics = summarize(report)
+    metrics["loss"] = value
+    metrics["grad_norm"] = optax.tree.norm(gradient)
+    return (
+      dataclasses.replace(
+        state,
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+        step=state.step + 1,
+      ),
+      metrics,
+    )
+
+  return jax.jit(train_step, donate_argnames="state")
+
+
+def make_eval_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
+  """A jitted (params, buffers, tables, batch, key) -> LossReport.
+
+  No replacement and no gradient; reports of several batches may be added.
+  """
+  method = methods.drafter(cfg)
+
+  def eval_step(params, buffers, tables, batch, key):
+    draws = draw(key, batch.loss_mask, train.num_anchors, None)
+    supervision = anchors.supervise(
+      batch, draws.anchors, draws.keep, method.supervised, cfg=cfg
+    )
+    window = contract.LossWindow(
+      denominator=jnp.sum(supervision.weights),
+      ce_scale=None,
+      alignment_weight=jnp.zeros(()),
+    )
+    return micro_loss(
+      params,
+      buffers,
+      tables,
+      batch,
+      draws,
+      supervision,
+      window,
+      cfg=cfg,
+      chunk_size=train.chunk_blocks,
+    )[1]
+
+  return jax.jit(eval_step)
+
+
+def summarize(report: contract.LossReport) -> dict[str, jax.Array]:
+  """Means from a report.
+
+  Returns:
+    Each term divided by the weight; `accuracy`, `base_accuracy`, `coverage`
+    over supervised slots; `slot_accuracy` [P]; and `expected_advancement`, 1 +
+    the sum over slots of the share of blocks right up to that slot.
+  """
+  slots = report.supervised
+  total = jnp.sum(slots)
+  divide = losses.safe_divide
+  return {
+    **{
+      name: divide(value, report.weight) for name, value in report.sums.items()
+    },
+    "accuracy": divide(jnp.sum(report.hits), total),
+    "base_accuracy": divide(jnp.sum(report.base_hits), total),
+    "coverage": divide(jnp.sum(report.covered), total),
+    "slot_accuracy": divide(report.hits, slots),
+    "expected_advancement": 1 + jnp.sum(divide(report.prefix_hits, slots)),
+  }

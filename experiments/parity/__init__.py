@@ -1,0 +1,1 @@
+"""Comparisons of this code with golden arrays, one file a method folder."""

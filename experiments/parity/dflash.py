@@ -1,0 +1,74 @@
+"""DFlash against z-lab's model and decode loop and SpecForge's objective."""
+
+import jax
+import numpy as np
+
+from dspine_jax.training import losses
+from experiments.parity import drafter, report
+
+
+def compare(folder: report.Folder) -> list[report.Record]:
+  """Compares every output array of a DFlash folder."""
+  check = report.Comparison(folder)
+  case = drafter.load(folder)
+  drafter.compare_inputs(case, check)
+  drafter.compare_layout(case, check)
+  block = drafter.single_block(case, check)
+  for layout, params in drafter.layouts(case.params).items():
+    output, logits = _forward(case, params, case.blocks)
+    options = {"rows": case.keep, "layout": layout}
+    check.value("hidden", output.hidden, **options)
+    check.value("logits", logits, **options)
+    if layout == "unrolled":
+      _compare_tokens(case, check, output, logits)
+    if block is not None:
+      output, logits = _forward(case, params, block)
+      check.value("infer_hidden", output.hidden[0], layout=layout)
+      check.value("infer_logits", logits[0], layout=layout)
+  _compare_loss(case, check)
+  drafter.compare_decoding(case, check)
+  return check.finish()
+
+
+def _forward(case, params, blocks):
+  result = drafter.forward(
+    params, case.buffers, case.tables, blocks, cfg=case.cfg
+  )
+  return jax.device_get(result)
+
+
+def _compare_tokens(case, check, output, logits):
+  proposed = drafter.propose(
+    output, case.buffers, case.tables, case.params, case.blocks, cfg=case.cfg
+  )
+  check.exact("greedy_tokens", proposed, rows=case.keep)
+  token_ce = _token_ce(logits, drafter.labels_of_all_slots(case))
+  check.value("token_ce", token_ce, rows=case.keep)
+
+
+@jax.jit
+def _token_ce(logits, labels):
+  return losses.cross_entropy(jax.nn.log_softmax(logits), labels)
+
+
+def _compare_loss(case, check):
+  supervision = case.supervision
+  # No weight on the anchor's slot, which the reference lists too.
+  before = [(0, 0), (0, 0), (1, 0)]
+  check.value("weight_mask", np.pad(supervision.valid, before))
+  check.value("loss_weights", np.pad(supervision.weights, before))
+  (loss, found), grads = drafter.gradient(
+    case.params,
+    case.buffers,
+    case.tables,
+    case.blocks,
+    supervision,
+    np.float32(0),
+    cfg=case.cfg,
+  )
+  check.value("loss_total", loss)
+  check.value("loss_numerator", found.sums["ce"])
+  check.value("loss_denominator", found.weight)
+  check.value("ce_numerator", found.sums["ce"])
+  check.value("accuracy", drafter.accuracy(found.hits, found.supervised))
+  drafter.compare_gradients(case, check, grads)

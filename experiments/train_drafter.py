@@ -1,0 +1,130 @@
+"""Trains one drafter on answers of its target.
+
+  python -m experiments.train_drafter --method=dspine \\
+      --answers=runs/answers --work_dir=runs/dspine
+
+Answers come from `make_answers`; features of the target are computed once and
+memory-mapped below WORK_DIR. The result, WORK_DIR/drafter, is a folder in the
+released layout. Killed runs go on where they stopped when the command is
+repeated, with the same parameters bit by bit on CPU. Metrics go to
+metrics.jsonl and TensorBoard. Time: about 2 minutes on two CPU cores.
+"""
+
+import sys
+
+from absl import flags
+
+from dspine_jax import configs
+from dspine_jax.drafters import methods
+from experiments import run_io, targets
+from experiments.stages import training
+
+_WORK_DIR = flags.DEFINE_string(
+  "work_dir", None, "Where checkpoints, metrics and the drafter go."
+)
+_TARGET = flags.DEFINE_string(
+  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
+)
+_ANSWERS = flags.DEFINE_string(
+  "answers", "runs/answers", "Work directory of make_answers."
+)
+_PARTS = flags.DEFINE_list(
+  "parts", ["train_t0", "train_t1"], "Which of its training parts to use."
+)
+_METHOD = flags.DEFINE_enum(
+  "method", "dspine", sorted(methods.DRAFTERS), "Which drafter."
+)
+_LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
+_BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a block.")
+_RANK = flags.DEFINE_integer("transfer_rank", 128, "DSpine: code width.")
+_MESSAGE = flags.DEFINE_integer("message_size", 64, "DSpine: message width.")
+_TOP_K = flags.DEFINE_integer("top_k", 16, "DSpine: candidates per slot.")
+_BETA = flags.DEFINE_float(
+  "alignment_weight", 0.1, "DSpine: weight of the alignment term."
+)
+_MASK = flags.DEFINE_integer(
+  "mask_token_id", None, "Token of empty slots; default: the target's own."
+)
+_STEPS = flags.DEFINE_integer("steps", 800, "Optimiser steps.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch_size", 8, "Sequences a micro-batch.")
+_ACCUMULATION = flags.DEFINE_integer("accumulation", 1, "Micro-batches a step.")
+_ANCHORS = flags.DEFINE_integer("num_anchors", 16, "Blocks per sequence.")
+_CHUNK = flags.DEFINE_integer(
+  "chunk_blocks", 16, "Blocks whose vocabulary rows exist together."
+)
+_OPTIMIZER = flags.DEFINE_enum(
+  "optimizer", "muon", configs.OPTIMIZERS, "Which optimiser."
+)
+_LR = flags.DEFINE_float("learning_rate", 0.01, "Peak learning rate.")
+_DECAY = flags.DEFINE_float("weight_decay", 0.0, "Weight decay.")
+_EVERY = flags.DEFINE_integer(
+  "checkpoint_every", 100, "Steps between checkpoints.", lower_bound=1
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights, anchors and order.")
+
+
+def main(unused_argv):
+  if not _WORK_DIR.value:
+    raise ValueError("--work_dir must name a directory")
+  target = targets.load(_TARGET.value)
+  dspine = None
+  if _METHOD.value == "dspine":
+    dspine = configs.DSpineOptions(
+      transfer_rank=_RANK.value,
+      message_size=_MESSAGE.value,
+      top_k=_TOP_K.value,
+      alignment_weight=_BETA.value,
+      alignment_warmup_steps=max(1, round(0.04 * _STEPS.value)),
+      replacement_layers=configs.default_replacement_layers(_LAYERS.value),
+    )
+  cfg = configs.drafter_for(
+    target.model.cfg,
+    _METHOD.value,
+    num_layers=_LAYERS.value,
+    mask_token_id=targets.mask_token_id(target, _MASK.value),
+    block_size=_BLOCK.value,
+    dspine=dspine,
+  )
+  train_cfg = configs.TrainConfig(
+    optimizer=configs.OptimizerConfig(
+      name=_OPTIMIZER.value,
+      learning_rate=_LR.value,
+      total_steps=_STEPS.value,
+      weight_decay=_DECAY.value,
+    ),
+    batch_size=_BATCH.value,
+    accumulation=_ACCUMULATION.value,
+    num_anchors=_ANCHORS.value,
+    chunk_blocks=_CHUNK.value,
+    seed=_SEED.value,
+  )
+  work_dir = run_io.open_work_dir(
+    _WORK_DIR.value,
+    config={
+      "target": _TARGET.value,
+      "answers": _ANSWERS.value,
+      "parts": _PARTS.value,
+      "drafter": cfg,
+      "train": train_cfg,
+    },
+    argv=sys.argv,
+    resume=True,
+  )
+  answers = training.load_parts(_ANSWERS.value, _PARTS.value)
+  data = training.compute_features(
+    target, answers, cfg.target_layer_ids, work_dir.path / "features"
+  )
+  training.train_drafter(
+    target,
+    data,
+    cfg,
+    train_cfg,
+    work_dir,
+    checkpoint_every=_EVERY.value,
+    label=f"train {cfg.method}",
+  )
+  print(f"drafter written to {work_dir.path / 'drafter'}")
+
+
+if __name__ == "__main__":
+  run_io.run_app(main)

@@ -1,0 +1,258 @@
+"""At temperature > 0 the emitted tokens follow the target's law exactly.
+
+Many rows of one prompt, each with its own key, are decoded over several rounds.
+The joint law of the first tokens is enumerated from the target and compared by
+chi-squared at fixed seeds. Rules and drafters that are wrong in the ways known
+from other code bases must fail the same comparison.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from dspine_jax import configs
+from dspine_jax.decoding import generate, sampling, verify
+from dspine_jax.drafters import dflash, dspine, methods
+from tests import decoding_oracles, tiny_models
+
+VOCAB, DRAFTS, COUNT, ROWS = 5, 3, 4, 16_384
+PROMPT = (1, 3, 0)
+TARGET = tiny_models.target_config(vocab_size=VOCAB, num_layers=2)
+PLAIN = configs.SamplingConfig(temperature=1.0)
+SETTINGS = {
+  "plain": PLAIN,
+  "cool": configs.SamplingConfig(temperature=0.7),
+  "top_k": configs.SamplingConfig(temperature=1.0, top_k=3),
+  "top_p": configs.SamplingConfig(temperature=1.3, top_p=0.85),
+  "all": configs.SamplingConfig(temperature=0.7, top_k=4, top_p=0.9),
+}
+RIGHT, WRONG = 1e-3, 1e-9  # Least p-value of a right, largest of a wrong one.
+
+
+@functools.cache
+def target(seed=11):
+  return decoding_oracles.target(TARGET, seed)
+
+
+def drafter(method, name=None):
+  """A random drafter; `name` registers it as another method."""
+  cfg = tiny_models.drafter_config(
+    method,
+    vocab_size=VOCAB,
+    num_layers=2,
+    block_size=DRAFTS + 1,
+    mask_token_id=VOCAB - 1,
+    target_layer_ids=(0,),
+    num_target_layers=2,
+    dspine={"transfer_rank": 4, "replacement_layers": 1, "top_k": 3},
+  )
+  made = decoding_oracles.drafter(cfg, target().tables, 12)
+  return made.replace(cfg=dataclasses.replace(cfg, method=name or method))
+
+
+@functools.cache
+def law(sampling_cfg, count=COUNT):
+  return decoding_oracles.sequence_law(target(), PROMPT, count, sampling_cfg)
+
+
+def request(seed=0):
+  prompts = jnp.broadcast_to(jnp.array(PROMPT, jnp.int32), (ROWS, len(PROMPT)))
+  return {
+    "prompts": prompts,
+    "prompt_lengths": jnp.full((ROWS,), len(PROMPT), jnp.int32),
+    "keys": jax.random.split(jax.random.key(seed), ROWS),
+  }
+
+
+def p_value(
+  draft_model, rule, proposal, sampling_cfg=PLAIN, *, count=COUNT, name=""
+):
+  """Of the first `count` tokens of every row; and the mean accepted drafts."""
+  decode = configs.DecodeConfig(
+    max_new_tokens=count, sampling=sampling_cfg, rule=rule, proposal=proposal
+  )
+  result = generate.generate(target(), draft_model, **request(), decode=decode)
+  tokens = np.asarray(result.tokens)
+  assert (np.asarray(result.num_tokens) == count).all()
+  accepted = np.asarray(result.accepted)
+  mean = float(accepted[accepted >= 0].mean())
+  value = decoding_oracles.chi_squared(tokens, law(sampling_cfg, count))
+  print(
+    f"\n{draft_model.cfg.method} {rule} {proposal} {name}: p-value {value:.3g},"
+    f" mean accepted {mean:.3f}, rounds {int(result.rounds)}"
+  )
+  return value, mean
+
+
+def add_rule(monkeypatch, name, rule):
+  """A rule under a name of its own, so that nothing compiled is reused."""
+  monkeypatch.setitem(verify.RULES, name, rule)
+  rules = (*configs.VERIFY_RULES, name)
+  monkeypatch.setattr(configs, "VERIFY_RULES", rules)
+
+
+CASES = [
+  ("dspine", "rejection", "candidates"),
+  ("dspine", "rejection", "base"),
+  ("dflash", "rejection", "sampled"),
+  ("dflash", "exact_match", "greedy"),
+  ("dflash", "exact_match", "sampled"),
+  ("dspine", "exact_match", "greedy"),
+  ("dspine", "exact_match", "full_support"),
+]
+
+
+def test_full_support_and_rejection_follow_the_target_over_several_rounds():
+  value, mean = p_value(drafter("dspine"), "rejection", "full_support")
+  assert value > RIGHT
+  assert 0.3 < mean < DRAFTS - 0.3, "nearly all or nothing is accepted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "rule", "proposal"), CASES)
+def test_tokens_follow_the_target_over_several_rounds(method, rule, proposal):
+  value, mean = p_value(drafter(method), rule, proposal)
+  assert value > RIGHT
+  assert 0.05 < mean < DRAFTS - 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cool", "top_k", "top_p", "all"])
+@pytest.mark.parametrize(
+  ("method", "rule", "proposal"),
+  [
+    ("dspine", "rejection", "full_support"),
+    ("dspine", "rejection", "candidates"),
+    ("dflash", "exact_match", "sampled"),
+  ],
+)
+def test_temperature_top_k_and_top_p_bend_both_laws_alike(
+  method, rule, proposal, name
+):
+  cfg = SETTINGS[name]
+  value, _ = p_value(drafter(method), rule, proposal, cfg, name=name)
+  assert value > RIGHT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("method", "rule", "proposal"),
+  [("dspine", "rejection", "full_support"), *CASES],
+)
+def test_the_token_of_a_single_round_follows_the_target(method, rule, proposal):
+  # Two tokens: one from the prefill, one from the first round.
+  value, _ = p_value(drafter(method), rule, proposal, count=2)
+  assert value > RIGHT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_autoregressive_tokens_follow_the_enumerated_law(name):
+  decode = configs.DecodeConfig(
+    max_new_tokens=COUNT, sampling=SETTINGS[name], rule="exact_match"
+  )
+  result = generate.autoregressive(target(), **request(), decode=decode)
+  value = decoding_oracles.chi_squared(result.tokens, law(SETTINGS[name]))
+  print(f"\nautoregressive {name}: p-value {value:.3g}")
+  assert value > RIGHT
+
+
+# Deliberate mistakes.
+
+
+def one_key_for_two(logits, proposal, *, accept_keys, **others):
+  """The acceptance test's key also draws the replacement."""
+  others["replace_keys"] = accept_keys
+  return verify.rejection(logits, proposal, accept_keys=accept_keys, **others)
+
+
+def no_residual(logits, proposal, *, sampling_cfg, replace_keys, **others):
+  """A fallen draft is replaced by a draw from p itself."""
+  verdict = verify.rejection(
+    logits,
+    proposal,
+    sampling_cfg=sampling_cfg,
+    replace_keys=replace_keys,
+    **others,
+  )
+  p = sampling.probabilities(logits, sampling_cfg)
+  p = jnp.take_along_axis(p, verdict.accepted[:, None, None], axis=1)[:, 0]
+  return verdict.replace(next_token=sampling.draw(replace_keys, p))
+
+
+def _one_hot(tokens):
+  return jax.nn.one_hot(tokens, VOCAB, dtype=jnp.float32)
+
+
+def one_hot_on_the_best(logits, proposal, **others):
+  """q of a greedy draft, although the draft was sampled."""
+  q = _one_hot(jnp.argmax(proposal.probs, axis=-1))
+  return verify.rejection(logits, proposal.replace(probs=q), **others)
+
+
+def one_hot_on_the_drawn(logits, proposal, **others):
+  """q = 1 for whatever token was drawn."""
+  q = _one_hot(proposal.tokens)
+  return verify.rejection(logits, proposal.replace(probs=q), **others)
+
+
+def test_the_key_of_the_draft_must_not_draw_the_replacement(monkeypatch):
+  seen = []
+
+  def propose(*arguments, keys, **others):
+    seen.append(keys)
+    return dflash.propose(*arguments, keys=keys, **others)
+
+  def rule(logits, proposal, *, replace_keys, **others):
+    del replace_keys
+    return verify.rejection(logits, proposal, replace_keys=seen[-1], **others)
+
+  recording = dflash.DRAFTER._replace(propose=propose)
+  monkeypatch.setitem(methods.DRAFTERS, "recording", recording)
+  add_rule(monkeypatch, "draft_key_again", rule)
+  model = drafter("dflash", "recording")
+  value, _ = p_value(model, "draft_key_again", "sampled")
+  assert seen
+  assert value < WRONG
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "rule", [one_key_for_two, no_residual, one_hot_on_the_best]
+)
+@pytest.mark.parametrize(
+  ("method", "proposal"), [("dflash", "sampled"), ("dspine", "full_support")]
+)
+def test_a_wrong_rule_is_seen(method, proposal, rule, monkeypatch):
+  add_rule(monkeypatch, rule.__name__, rule)
+  value, _ = p_value(drafter(method), rule.__name__, proposal)
+  assert value < WRONG
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proposal", ["full_support", "candidates"])
+def test_the_base_law_is_not_that_of_walked_tokens(proposal, monkeypatch):
+  def propose(*arguments, kind, **others):
+    walked = dspine.propose(*arguments, kind=kind, **others)
+    base = dspine.propose(*arguments, kind="base", **others)
+    return walked.replace(probs=base.probs)
+
+  liar = dspine.DRAFTER._replace(propose=propose)
+  monkeypatch.setitem(methods.DRAFTERS, "base_law", liar)
+  value, _ = p_value(drafter("dspine", "base_law"), "rejection", proposal)
+  assert value < WRONG
+
+
+@pytest.mark.slow
+def test_one_hot_on_the_drawn_token_is_lossless_but_accepts_less(monkeypatch):
+  # Acceptance p(x), replacement from p without x: right for any x, at the
+  # price of sum p q instead of sum min(p, q).
+  add_rule(monkeypatch, "one_hot_on_the_drawn", one_hot_on_the_drawn)
+  model = drafter("dflash")
+  value, mean = p_value(model, "one_hot_on_the_drawn", "sampled")
+  assert value > RIGHT
+  assert mean < p_value(model, "rejection", "sampled")[1] - 0.1
