@@ -53,7 +53,9 @@ _PROMPT_TOKENS = flags.DEFINE_integer(
 _NEW = flags.DEFINE_integer(
   "max_new_tokens", 144, "Tokens to generate.", lower_bound=2
 )
-_REPEATS = flags.DEFINE_integer("repeats", 15, "Timed calls of each part.")
+_REPEATS = flags.DEFINE_integer(
+  "repeats", 15, "Timed calls of each part.", lower_bound=1
+)
 
 
 def round_parts(target, drafter, state, decode) -> dict:
@@ -207,19 +209,19 @@ def load_models():
     raise ValueError("--answers (or --preset) is needed for prompts")
   named = targets.load(_TARGET.value)
   drafter = evaluation.load_drafter(_DRAFTER.value, named)
-  answers = training.load_parts(_ANSWERS.value, ["held_out"])
+  answers = training.load_parts(_ANSWERS.value, ["held_out"], named)
   size = int(answers.prompt_lengths.max())
   return named.model, drafter, answers.tokens[: _PROMPTS.value, :size]
 
 
 def main(unused_argv):
+  target, drafter, prompts = load_models()
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
     config={name: flags.FLAGS[name].value for name in _RECORDED},
     argv=sys.argv,
     resume=False,
   )
-  target, drafter, prompts = load_models()
   decode = configs.DecodeConfig(
     max_new_tokens=_NEW.value,
     stop_tokens=() if _PRESET.value else target.cfg.eos_token_ids,

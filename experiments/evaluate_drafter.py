@@ -16,9 +16,9 @@ import sys
 from absl import flags
 
 from dspine_jax import configs
-from dspine_jax.data import answers as answers_lib
 from dspine_jax.drafters import methods
 from experiments import run_io, targets
+from experiments.stages import answers as answers_stage
 from experiments.stages import evaluation, training
 
 _WORK_DIR = flags.DEFINE_string(
@@ -41,7 +41,7 @@ _TOP_P = flags.DEFINE_float("sampling_top_p", 1.0, "Mass kept; 1: all.")
 _BATCH = flags.DEFINE_integer(
   "batch_size", 16, "Prompts decoded together.", lower_bound=1
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the draws.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the draws.", lower_bound=0)
 
 
 def decode_configs(
@@ -72,14 +72,21 @@ def decode_configs(
 
 
 def main(unused_argv):
-  try:
-    temperatures = [float(value) for value in _TEMPERATURES.value]
-  except ValueError:
-    raise ValueError(
-      f"--temperatures={','.join(_TEMPERATURES.value)}: numbers are needed"
-    ) from None
+  temperatures = answers_stage.parse_temperatures(_TEMPERATURES.value)
   target = targets.load(_TARGET.value)
   drafter = evaluation.load_drafter(_DRAFTER.value, target)
+  answers = training.load_parts(_ANSWERS.value, ["held_out"], target)
+  max_new = answers.tokens.shape[1] - int(answers.prompt_lengths.max())
+  variants: dict[str, configs.DecodeConfig] = {}
+  for temperature in temperatures:
+    variants |= decode_configs(
+      drafter.cfg.method,
+      temperature,
+      max_new,
+      target.model.cfg.eos_token_ids,
+      _TOP_K.value,
+      _TOP_P.value,
+    )
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
     config={
@@ -94,42 +101,29 @@ def main(unused_argv):
     argv=sys.argv,
     resume=False,
   )
-  answers: answers_lib.AnswerSet = training.load_parts(
-    _ANSWERS.value, ["held_out"]
-  )
-  max_new = answers.tokens.shape[1] - int(answers.prompt_lengths.max())
   results, rows = {}, []
-  for temperature in temperatures:
-    variants = decode_configs(
-      drafter.cfg.method,
-      temperature,
-      max_new,
-      target.model.cfg.eos_token_ids,
-      _TOP_K.value,
-      _TOP_P.value,
+  for name, decode in variants.items():
+    decoded = evaluation.decode_prompts(
+      target.model,
+      drafter,
+      answers,
+      decode,
+      batch_size=_BATCH.value,
+      seed=_SEED.value,
+      label=name,
     )
-    for name, decode in variants.items():
-      decoded = evaluation.decode_prompts(
-        target.model,
-        drafter,
-        answers,
-        decode,
-        batch_size=_BATCH.value,
-        seed=_SEED.value,
-        label=name,
+    report = evaluation.advancement_report(
+      decoded, answers.loops, drafter.cfg.num_proposals
+    )
+    if decode.sampling.temperature == 0:
+      report["lossless"] = evaluation.losslessness(
+        target.model, answers, decoded
       )
-      report = evaluation.advancement_report(
-        decoded, answers.loops, drafter.cfg.num_proposals
-      )
-      if temperature == 0:
-        report["lossless"] = evaluation.losslessness(
-          target.model, answers, decoded
-        )
-        lossless = report["lossless"]
-        print(f"equal outputs: {lossless['equal']} of {lossless['prompts']}")
-      results[name] = report
-      rows.append(evaluation.rows_for_table(name, report))
-      run_io.write_json(work_dir.path / "results.json", results)
+      lossless = report["lossless"]
+      print(f"equal outputs: {lossless['equal']} of {lossless['prompts']}")
+    results[name] = report
+    rows.append(evaluation.row_for_table(name, report))
+    run_io.write_json(work_dir.path / "results.json", results)
   headers = ["mean advancement", "all", "non-looping", "looping"]
   print(run_io.table(rows, headers))
 

@@ -45,7 +45,7 @@ _RULE = flags.DEFINE_enum(
 _PROPOSAL = flags.DEFINE_string(
   "proposal", None, "How the draft is drawn; default: the method's first."
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the draws.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the draws.", lower_bound=0)
 _COLOR = flags.DEFINE_enum(
   "color", "auto", ["auto", "always", "never"], "Colour tokens by round."
 )

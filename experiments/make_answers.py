@@ -43,16 +43,15 @@ _TEMPERATURES = flags.DEFINE_list(
 _BATCH = flags.DEFINE_integer(
   "batch_size", 64, "Prompts decoded together.", lower_bound=1
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of prompts and draws.")
+_SEED = flags.DEFINE_integer(
+  "seed", 0, "Seed of prompts and draws.", lower_bound=0
+)
 
 
 def main(unused_argv):
-  try:
-    temperatures = [float(value) for value in _TEMPERATURES.value]
-  except ValueError:
-    raise ValueError(
-      f"--temperatures={','.join(_TEMPERATURES.value)}: numbers are needed"
-    ) from None
+  temperatures = answers.parse_temperatures(_TEMPERATURES.value)
+  target = targets.load(_TARGET.value)
+  answers.check_lengths(target, _PROMPT.value, _NEW.value)
   text = answers.read_text(_CORPUS.value)
   options = {
     "train_prompts": _TRAIN.value,
@@ -69,7 +68,6 @@ def main(unused_argv):
     argv=sys.argv,
     resume=True,
   )
-  target = targets.load(_TARGET.value)
   sets = answers.answer_parts(target, text, work_dir.path, **options)
   results = {name: answers.describe(part) for name, part in sets.items()}
   run_io.write_json(work_dir.path / "results.json", results)

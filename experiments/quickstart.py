@@ -20,11 +20,9 @@ import numpy as np
 from absl import flags
 
 from dspine_jax import configs
-from dspine_jax.checkpoints import hf_config
-from dspine_jax.decoding import metrics
 from experiments import run_io, targets
 from experiments.stages import answers as answers_stage
-from experiments.stages import evaluation, plots, timing, training
+from experiments.stages import comparison, evaluation, plots, timing
 
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/quickstart", "Where everything goes."
@@ -52,152 +50,9 @@ _STEPS = flags.DEFINE_integer(
 )
 _BLOCK = flags.DEFINE_integer("block_size", 8, "Slots of a draft block.")
 _LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.", lower_bound=0)
 
-_METHODS = ("dflash", "dspine")
 _PROMPT_TOKENS = 64
-
-
-def drafter_config(
-  target: targets.NamedTarget,
-  method: str,
-  *,
-  num_layers: int,
-  block_size: int,
-  steps: int,
-) -> configs.DrafterConfig:
-  """The small drafters of the quickstart, for any target."""
-  options = configs.DSpineOptions(
-    transfer_rank=min(128, target.model.cfg.hidden_size),
-    message_size=64,
-    top_k=16,
-    # On a target this small the cross-entropy stays high, and with it the
-    # scale of the alignment term; the paper's 0.5 would let it dominate.
-    alignment_weight=0.1,
-    alignment_warmup_steps=max(1, round(0.04 * steps)),
-    replacement_layers=configs.default_replacement_layers(num_layers),
-  )
-  return configs.drafter_for(
-    target.model.cfg,
-    method,
-    num_layers=num_layers,
-    mask_token_id=targets.mask_token_id(target, None),
-    block_size=block_size,
-    dspine=options if method == "dspine" else None,
-  )
-
-
-def train_config(steps: int, seed: int) -> configs.TrainConfig:
-  """One trainer for both methods."""
-  return configs.TrainConfig(
-    optimizer=configs.OptimizerConfig(
-      name="muon", learning_rate=0.01, total_steps=steps
-    ),
-    batch_size=8,
-    num_anchors=16,
-    chunk_blocks=16,
-    seed=seed,
-  )
-
-
-def train_all(target, sets, work_dir, *, num_layers, block_size, steps, seed):
-  """Both drafters, from finished folders where they exist."""
-  cfgs = {
-    method: drafter_config(
-      target,
-      method,
-      num_layers=num_layers,
-      block_size=block_size,
-      steps=steps,
-    )
-    for method in _METHODS
-  }
-  train_cfg = train_config(steps, seed)
-  data = None
-  drafters = {}
-  for method, cfg in cfgs.items():
-    own = run_io.open_work_dir(
-      str(work_dir.path / method),
-      config={"drafter": cfg, "train": train_cfg},
-      argv=sys.argv,
-      resume=True,
-    )
-    folder = own.path / "drafter"
-    if not (folder / "config.json").exists():
-      if data is None:
-        data = training.compute_features(
-          target, sets["train_t0"], cfg.target_layer_ids, None
-        )
-      training.train_drafter(
-        target,
-        data,
-        cfg,
-        train_cfg,
-        own,
-        checkpoint_every=100,
-        label=f"train {method}",
-      )
-    drafters[method] = evaluation.load_drafter(folder, target)
-  return drafters
-
-
-def evaluate_all(target, drafters, held_out, work_dir, *, new_tokens, seed):
-  """Reports of every drafter at temperature 0 and 1, kept cell by cell."""
-  stop = target.model.cfg.eos_token_ids
-  decodes = {
-    "T=0": configs.DecodeConfig(max_new_tokens=new_tokens, stop_tokens=stop),
-    "T=1": configs.DecodeConfig(
-      max_new_tokens=new_tokens,
-      stop_tokens=stop,
-      sampling=configs.SamplingConfig(temperature=1.0),
-      rule="rejection",
-    ),
-  }
-  cells = work_dir.path / "cells"
-  cells.mkdir(exist_ok=True)
-  reports: dict[str, dict[str, Any]] = {name: {} for name in decodes}
-  for name, decode in decodes.items():
-    for method, drafter in drafters.items():
-      path = cells / f"{method}_{name.replace('=', '')}.json"
-      if not path.exists():
-        decoded = evaluation.decode_prompts(
-          target.model,
-          drafter,
-          held_out,
-          decode,
-          batch_size=16,
-          seed=seed,
-          label=f"decode {method} {name}",
-        )
-        report = evaluation.advancement_report(
-          decoded, held_out.loops, drafter.cfg.num_proposals
-        )
-        if name == "T=0":
-          report["lossless"] = evaluation.losslessness(
-            target.model, held_out, decoded
-          )
-        run_io.write_json(path, report)
-      reports[name][method] = hf_config.read_json(path)
-  return reports
-
-
-def paired_gains(reports, looping: np.ndarray) -> dict[str, Any]:
-  """DSpine over DFlash at T=0, bootstrap over prompts, by group."""
-  first, second = (
-    reports["T=0"][method]["round_lengths"] for method in _METHODS
-  )
-  groups = {
-    "all": np.ones(len(looping), bool),
-    "non_looping": ~looping,
-    "looping": looping,
-  }
-  return {
-    name: metrics.paired_ratio_interval(
-      [first[i] for i in np.flatnonzero(rows)],
-      [second[i] for i in np.flatnonzero(rows)],
-    )
-    for name, rows in groups.items()
-  }
 
 
 def show(results: dict[str, Any], seconds: float) -> None:
@@ -206,7 +61,7 @@ def show(results: dict[str, Any], seconds: float) -> None:
   for name, by_method in results["reports"].items():
     for method, report in by_method.items():
       label = f"{method} {name}"
-      row = list(evaluation.rows_for_table(label, report))
+      row = evaluation.row_for_table(label, report)
       speed = results["speed"].get(method) if name == "T=0" else None
       row += (
         [
@@ -226,16 +81,7 @@ def show(results: dict[str, Any], seconds: float) -> None:
     "vs autoregressive",
   ]
   print(run_io.table(rows, headers))
-  gain = results["gain"]
-  for name in ("all", "non_looping"):
-    one = gain[name]
-    if one["requests"]:
-      print(
-        f"DSpine over DFlash at T=0, {name.replace('_', '-')} prompts:"
-        f" x{one['ratio']:.2f}"
-        f" (95 % interval {one['low']:.2f} to {one['high']:.2f},"
-        f" {one['requests']} prompts)"
-      )
+  print("\n".join(comparison.gain_lines(results["gain"])))
   for method, report in results["reports"]["T=0"].items():
     lossless = report["lossless"]
     print(
@@ -264,6 +110,19 @@ def main(unused_argv):
     "num_layers": _LAYERS.value,
     "seed": _SEED.value,
   }
+  # Everything that may be wrong with the flags comes before any work.
+  target = targets.load(_TARGET.value)
+  answers_stage.check_lengths(target, _PROMPT_TOKENS, _NEW.value)
+  cfgs = {
+    method: comparison.drafter_config(
+      target,
+      method,
+      num_layers=_LAYERS.value,
+      block_size=_BLOCK.value,
+      steps=_STEPS.value,
+    )
+    for method in comparison.METHODS
+  }
   text = answers_stage.read_text(_CORPUS.value)
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
@@ -271,7 +130,6 @@ def main(unused_argv):
     argv=sys.argv,
     resume=True,
   )
-  target = targets.load(_TARGET.value)
   folder = work_dir.path / "answers"
   folder.mkdir(exist_ok=True)
   sets = answers_stage.answer_parts(
@@ -286,17 +144,15 @@ def main(unused_argv):
     batch_size=64,
     seed=_SEED.value,
   )
-  drafters = train_all(
+  drafters = comparison.train_all(
     target,
-    sets,
+    sets["train_t0"],
     work_dir,
-    num_layers=_LAYERS.value,
-    block_size=_BLOCK.value,
-    steps=_STEPS.value,
-    seed=_SEED.value,
+    cfgs,
+    comparison.train_config(_STEPS.value, _SEED.value),
   )
   held_out = sets["held_out"]
-  reports = evaluate_all(
+  reports = comparison.evaluate_all(
     target,
     drafters,
     held_out,
@@ -321,7 +177,11 @@ def main(unused_argv):
       method: parameter_counts(drafter) for method, drafter in drafters.items()
     },
     "reports": reports,
-    "gain": paired_gains(reports, held_out.loops),
+    "gain": comparison.paired_gains(
+      reports["T=0"]["dflash"]["round_lengths"],
+      reports["T=0"]["dspine"]["round_lengths"],
+      held_out.loops,
+    ),
     "speed": speed,
     "device": run_io.device_summary(),
     "seconds": time.monotonic() - began,

@@ -60,7 +60,9 @@ _DECAY = flags.DEFINE_float("weight_decay", 0.0, "Weight decay.")
 _EVERY = flags.DEFINE_integer(
   "checkpoint_every", 100, "Steps between checkpoints.", lower_bound=1
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights, anchors and order.")
+_SEED = flags.DEFINE_integer(
+  "seed", 0, "Seed of weights, anchors and order.", lower_bound=0
+)
 
 
 def main(unused_argv):
@@ -98,6 +100,7 @@ def main(unused_argv):
     chunk_blocks=_CHUNK.value,
     seed=_SEED.value,
   )
+  answers = training.load_parts(_ANSWERS.value, _PARTS.value, target)
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
     config={
@@ -110,7 +113,6 @@ def main(unused_argv):
     argv=sys.argv,
     resume=True,
   )
-  answers = training.load_parts(_ANSWERS.value, _PARTS.value)
   data = training.compute_features(
     target, answers, cfg.target_layer_ids, work_dir.path / "features"
   )

@@ -17,6 +17,7 @@ import sys
 import jax
 import numpy as np
 import optax
+import tokenizers
 from absl import flags
 from flax import struct
 from jax import numpy as jnp
@@ -52,7 +53,9 @@ _EVERY = flags.DEFINE_integer(
 _EVAL_ROWS = flags.DEFINE_integer(
   "eval_rows", 32, "Held-out rows of the running estimate.", lower_bound=1
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and data order.")
+_SEED = flags.DEFINE_integer(
+  "seed", 0, "Seed of weights and data order.", lower_bound=0
+)
 
 
 @struct.dataclass
@@ -88,6 +91,8 @@ def token_losses(params: Params, rows: jax.Array, cfg) -> jax.Array:
 
 
 def make_step(cfg, tx):
+  """A jitted (state, rows) -> (state, (loss, norm of the new parameters))."""
+
   def train_step(state: _State, rows: jax.Array):
     def loss(params):
       return jnp.mean(token_losses(params, rows, cfg))
@@ -95,7 +100,8 @@ def make_step(cfg, tx):
     value, grads = jax.value_and_grad(loss)(state.params)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    return _State(params, opt_state, state.step + 1), value
+    norm = optax.tree.norm(params)
+    return _State(params, opt_state, state.step + 1), (value, norm)
 
   return jax.jit(train_step, donate_argnums=0)
 
@@ -113,13 +119,22 @@ def bits_per_byte(params, rows, num_bytes_per_token: float, loss_fn) -> float:
   return float(np.mean(losses)) / math.log(2) / num_bytes_per_token
 
 
-def run(work_dir: run_io.WorkDir, cfg, opt_cfg, text: corpus.Corpus, *, flag):
+def run(
+  work_dir: run_io.WorkDir,
+  cfg,
+  opt_cfg,
+  text: corpus.Corpus,
+  tokenizer: tokenizers.Tokenizer,
+  *,
+  flag,
+):
   """Trains, evaluates on all held-out rows and writes the target folder."""
   folder = pathlib.Path(work_dir.path)
-  tokenizer = corpus.train_tokenizer(
-    (file.text for file in text.train), cfg.vocab_size
-  )
   stream = np.concatenate(corpus.encode_files(tokenizer, text.train))
+  if len(stream) < flag.length + 2:
+    raise ValueError(
+      f"--length={flag.length}: the corpus has only {len(stream)} tokens"
+    )
   held_out_streams = corpus.encode_files(tokenizer, text.held_out)
   held_out = corpus.windows(held_out_streams, flag.length + 1)
   held_out_bytes = sum(len(file.text.encode()) for file in text.held_out)
@@ -146,22 +161,27 @@ def run(work_dir: run_io.WorkDir, cfg, opt_cfg, text: corpus.Corpus, *, flag):
         rows = sample_rows(
           stream, step, flag.seed, flag.batch_size, flag.length
         )
-        state, loss = train_step(state, rows)
-        loss = float(loss)
-        if not math.isfinite(loss):
+        state, values = train_step(state, rows)
+        loss, norm = map(float, values)
+        if not math.isfinite(loss) or not math.isfinite(norm):
           raise ValueError(
-            f"loss is {loss} at step {step}; the last checkpoint in"
-            f" {folder / 'checkpoints'} is kept (try a lower --learning_rate)"
+            f"loss is {loss} and the parameters' norm {norm} at step {step};"
+            f" the last good checkpoint is of step {checkpoints.latest_step()}"
+            f" in {folder / 'checkpoints'} (try a lower --learning_rate)"
           )
-        metrics.write(step, {"loss": loss})
+        scalars = {"loss": loss}
         progress.update(flag.batch_size * flag.length, step=step, loss=loss)
         done = step + 1
-        if done % flag.checkpoint_every == 0 or done == opt_cfg.total_steps:
-          checkpoints.save(done, state, {})
+        last = done == opt_cfg.total_steps
+        if done % flag.checkpoint_every == 0 or last:
           some = held_out[:: max(1, len(held_out) // flag.eval_rows)]
           value = bits_per_byte(state.params, some, bytes_per_token, eval_loss)
-          metrics.write(done, {"held_out_bits_per_byte": value})
+          scalars["held_out_bits_per_byte"] = value
           progress.update(0, step=done, bits_per_byte=value)
+        metrics.write(step, scalars)
+        # After its line of metrics, which a resumed run would not write again.
+        if done % flag.checkpoint_every == 0 or last:
+          checkpoints.save(done, state, {})
 
   final = bits_per_byte(state.params, held_out, bytes_per_token, eval_loss)
   out = folder / "target"
@@ -210,10 +230,13 @@ def main(unused_argv):
     "corpus": text.origin,
     "corpus_digest": text.digest,
   }
+  tokenizer = corpus.train_tokenizer(
+    (file.text for file in text.train), cfg.vocab_size
+  )
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value, config=config, argv=sys.argv, resume=True
   )
-  results = run(work_dir, cfg, opt_cfg, text, flag=flags.FLAGS)
+  results = run(work_dir, cfg, opt_cfg, text, tokenizer, flag=flags.FLAGS)
   print(f"held-out bits per byte: {results['held_out_bits_per_byte']:.4f}")
 
 

@@ -97,5 +97,7 @@ def write_tensors(
   path = folder / SINGLE
   partial = path.with_suffix(".partial")
   safetensors.numpy.save_file(converted, partial, metadata={"format": "pt"})
+  # The library writes for the owner alone; a model is an ordinary file.
+  partial.chmod(0o644)
   partial.replace(path)
   return path

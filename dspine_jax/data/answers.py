@@ -83,7 +83,7 @@ def regenerate(
   tokens = np.zeros((count, prompt_size + decode.max_new_tokens), np.int32)
   tokens[:, :prompt_size] = prompts
   lengths = np.full((count,), prompt_size, np.int32)
-  for rows in batches(count, batch_size):
+  for rows, fresh in batches(count, batch_size):
     keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.asarray(rows))
     out = generate.autoregressive(
       target,
@@ -94,7 +94,7 @@ def regenerate(
     )
     tokens[rows, prompt_size:] = np.asarray(out.tokens)
     lengths[rows] = prompt_size + np.asarray(out.num_tokens)
-    progress(int(np.sum(out.num_tokens)))
+    progress(int(np.sum(out.num_tokens[-fresh:])))
   return AnswerSet(
     tokens=tokens,
     prompt_lengths=np.full((count,), prompt_size, np.int32),
@@ -103,14 +103,18 @@ def regenerate(
   )
 
 
-def batches(count: int, batch_size: int) -> Iterator[np.ndarray]:
+def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
   """Row indices in batches of one size, so that one program serves all.
 
-  The last batch is filled up with rows of the one before it.
+  The last batch is filled up in front with rows of the one before it.
+
+  Yields:
+    The rows, and how many of them, at the end, are not repeated ones.
   """
   size = min(count, batch_size)
   for start in range(0, count, size):
-    yield np.arange(size) + min(start, count - size)
+    fresh = min(size, count - start)
+    yield np.arange(size) + start + fresh - size, fresh
 
 
 def save(path: pathlib.Path | str, answers: AnswerSet) -> None:
@@ -126,5 +130,5 @@ def load(path: pathlib.Path | str) -> AnswerSet:
   try:
     with np.load(path) as arrays:
       return AnswerSet(*(arrays[name] for name in AnswerSet._fields))
-  except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+  except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
     raise ValueError(f"{path}: not an answer set ({error})") from None

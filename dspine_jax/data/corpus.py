@@ -131,7 +131,7 @@ def train_tokenizer(
   tokenizer.train_from_iterator(texts, trainer=trainer)
   if tokenizer.get_vocab_size() != vocab_size:
     raise ValueError(
-      f"vocab_size={vocab_size}: the text gives only"
+      f"vocab_size={vocab_size}: the text gives a tokenizer of"
       f" {tokenizer.get_vocab_size()} tokens"
     )
   return tokenizer

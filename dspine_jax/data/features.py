@@ -78,11 +78,11 @@ def compute_features(
     folder, "context_features", (count, length, len(tap_layers) * width)
   )
   hidden = _array(folder, "last_hidden", (count, length, width))
-  for rows in answers_lib.batches(count, batch_size):
+  for rows, fresh in answers_lib.batches(count, batch_size):
     features[rows], hidden[rows] = run(
       target, jnp.asarray(answers.tokens[rows])
     )
-    progress(len(rows) * length)
+    progress(fresh * length)
   return FeatureSet(answers, answers.loss_mask, features, hidden)
 
 
@@ -105,8 +105,10 @@ class RowOrder:
   def __init__(self, count: int, rows_per_step: int, seed: int):
     if count < 1:
       raise ValueError("the training set is empty")
-    order = grain.MapDataset.range(count).shuffle(seed=seed).repeat()
-    self._order = order
+    # Grain adds the epoch to its seed: without the hash, epoch 1 of one seed
+    # would be epoch 0 of the next.
+    mixed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    self._order = grain.MapDataset.range(count).shuffle(seed=mixed).repeat()
     self._rows = rows_per_step
 
   def rows(self, step: int) -> np.ndarray:

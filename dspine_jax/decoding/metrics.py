@@ -103,7 +103,10 @@ def paired_ratio_interval(
 
 
 def loops(
-  tokens: Sequence[int], *, max_period: int = 40, repeats: int = 3
+  tokens: Sequence[int] | np.ndarray,
+  *,
+  max_period: int = 40,
+  repeats: int = 3,
 ) -> bool:
   """Whether the end repeats a period of at most `max_period` `repeats` times.
 

@@ -81,19 +81,15 @@ def forward(
   if replace is None:
     replace = jnp.zeros(inputs.keep.shape, bool)
 
-  def one_block(layer, h, block_codes, replaced):
-    h_after = injection.adjacent_injection(
-      inject["shared"], layer, h, block_codes, replaced
-    )
-    return h_after, injection.feature(layer, h_after)
-
-  over_blocks = jax.vmap(one_block, in_axes=(None, 0, 0, 0))
-  over_requests = jax.vmap(over_blocks, in_axes=(None, 0, 0, 0))
+  over_blocks = jax.vmap(
+    injection.adjacent_injection, in_axes=(None, None, 0, 0, 0)
+  )
+  over_requests = jax.vmap(over_blocks, in_axes=(None, None, 0, 0, 0))
 
   def after(layer, index, h):
     replaced = replace & (index < replacement_layers)
-    h_after, features = over_requests(layer, h, block_codes, replaced)
-    return h_after, (h, features)
+    h_after = over_requests(inject["shared"], layer, h, block_codes, replaced)
+    return h_after, (h, injection.feature(layer, h_after))
 
   variant = backbone.plain(core)._replace(
     layer_params=inject["layers"], after=after

@@ -8,7 +8,7 @@ uniformly without replacement. Fewer positions than blocks leave padding blocks
 import jax
 from flax import struct
 from jax import numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dspine_jax import configs
 from dspine_jax.drafters import contract
@@ -17,7 +17,6 @@ from dspine_jax.typing import (
   Anchors,
   BlockKeep,
   BlockTokens,
-  Features,
   Hidden,
   Key,
   Tokens,
@@ -28,6 +27,8 @@ from dspine_jax.typing import (
 class TrainBatch:
   """Sequences with what the target computed for them.
 
+  A window of micro-batches has one more axis in front of all arrays.
+
   Attributes:
     tokens: [B, S] int32, right-padded.
     loss_mask: [B, S] bool, True on answer tokens only.
@@ -35,10 +36,10 @@ class TrainBatch:
     last_hidden: [B, S, D], the target's final-normed states.
   """
 
-  tokens: Tokens
+  tokens: Int[Array, "*a b t"]
   loss_mask: jax.Array
-  context_features: Features
-  last_hidden: Hidden
+  context_features: Float[Array, "*a b t taps_d"]
+  last_hidden: Float[Array, "*a b t d"]
 
 
 def sample_anchors(

@@ -59,8 +59,8 @@ def train(
       the device is never waited for.
 
   Raises:
-    ValueError: NaN or infinity in loss or gradient. The last checkpoint is from
-      before it.
+    ValueError: NaN or infinity in loss, gradient or parameters. The last
+      checkpoint is from before it.
   """
   state, buffers = step_lib.init(cfg, train_cfg, tables)
   if checkpoints is not None and checkpoints.latest_step() is not None:
@@ -74,7 +74,7 @@ def train(
 
   def report(pending):
     step, metrics = pending[0], jax.device_get(pending[1])
-    for name in ("loss", "grad_norm"):
+    for name in ("loss", "grad_norm", "param_norm"):
       if not np.isfinite(metrics[name]):
         kept = checkpoints.latest_step() if checkpoints is not None else None
         raise ValueError(
@@ -93,7 +93,7 @@ def train(
     if checkpoints is not None and (
       done % checkpoint_every == 0 or done == total
     ):
-      # Only a state whose own loss and gradient were finite is kept.
+      # Only a state that is finite, as its loss and gradient are, is kept.
       report(pending)
       pending = None
       checkpoints.save(done, state, {})

@@ -52,6 +52,8 @@ def make_optimizer(
     core = optax.contrib.muon(
       schedule,
       weight_decay=cfg.weight_decay,
+      adam_b1=cfg.adam_b1,
+      adam_b2=cfg.adam_b2,
       adam_weight_decay=cfg.weight_decay,
       muon_weight_dimension_numbers=_matrix_axes,
     )

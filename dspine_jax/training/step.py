@@ -31,10 +31,11 @@ class TrainState:
     key: typed PRNG key of the run; step s uses fold_in(key, s).
   """
 
-  params: Params
+  # A restore fills the tree with shapes and file names on its way.
+  params: PyTree
   opt_state: PyTree
-  step: jax.Array
-  key: Key
+  step: PyTree
+  key: PyTree
 
 
 def init(
@@ -188,7 +189,8 @@ def window_gradient(
 def make_train_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
   """A jitted (state, buffers, tables, batches) -> (state, metrics).
 
-  The state is donated. Metrics are device scalars and per-slot arrays.
+  The state is donated. Metrics are device scalars and per-slot arrays; loss and
+  grad_norm are of the old parameters, param_norm is of the new ones.
   """
   tx = optimizer.make_optimizer(train.optimizer)
 
@@ -205,13 +207,15 @@ def make_train_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
       train=train,
     )
     updates, opt_state = tx.update(gradient, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
     metrics = summarize(report)
     metrics["loss"] = value
     metrics["grad_norm"] = optax.tree.norm(gradient)
+    metrics["param_norm"] = optax.tree.norm(params)
     return (
       dataclasses.replace(
         state,
-        params=optax.apply_updates(state.params, updates),
+        params=params,
         opt_state=opt_state,
         step=state.step + 1,
       ),

@@ -7,6 +7,7 @@ traces of the decode loop. What a method adds is in its own file.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,6 +33,8 @@ _CHUNK_SIZE = 5
 class Blocks:
   """Draft blocks with the context features they attend to.
 
+  Arrays of NumPy outside of jitted functions, where they are only indexed.
+
   Attributes:
     anchors: [B, N] int32.
     keep: [B, N] bool.
@@ -40,11 +43,11 @@ class Blocks:
     replaced: [B, N] bool, blocks that read true predecessors.
   """
 
-  anchors: jax.Array | np.ndarray
-  keep: jax.Array | np.ndarray
-  tokens: jax.Array | np.ndarray
-  features: jax.Array | np.ndarray
-  replaced: jax.Array | np.ndarray
+  anchors: Any
+  keep: Any
+  tokens: Any
+  features: Any
+  replaced: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +106,8 @@ def load(folder: report.Folder) -> Case:
     context_features=jnp.asarray(inputs["context_features"]),
     last_hidden=jnp.asarray(states),
   )
-  block_tokens, supervision = jax.device_get(
-    _supervise(batch, inputs["anchor_positions"], keep, cfg=cfg)
+  block_tokens, supervision = _supervise(
+    batch, inputs["anchor_positions"], keep, cfg=cfg
   )
   return Case(
     folder=folder,
@@ -118,7 +121,7 @@ def load(folder: report.Folder) -> Case:
     blocks=Blocks(
       anchors=inputs["anchor_positions"],
       keep=keep,
-      tokens=block_tokens,
+      tokens=np.asarray(block_tokens),
       features=inputs["context_features"],
       replaced=np.zeros_like(keep),
     ),
@@ -289,7 +292,8 @@ def compare_layout(case: Case, check: report.Comparison) -> None:
 def labels_of_all_slots(case: Case) -> np.ndarray:
   """[B, N, K]: the anchor's slot predicts nothing, its label is the anchor."""
   return np.concatenate(
-    [case.blocks.tokens[:, :, :1], case.supervision.labels], axis=-1
+    [case.blocks.tokens[:, :, :1], np.asarray(case.supervision.labels)],
+    axis=-1,
   )
 
 

@@ -1,6 +1,7 @@
 """Lets a target answer prompts cut from text files; finished parts are kept."""
 
 import pathlib
+from collections.abc import Sequence
 
 from dspine_jax import configs
 from dspine_jax.data import answers as answers_lib
@@ -11,6 +12,29 @@ from experiments import run_io, targets
 def read_text(folder: str | None) -> corpus.Corpus:
   """The named corpus, or the standard library."""
   return corpus.read_corpus(folder) if folder else corpus.standard_library()
+
+
+def parse_temperatures(values: Sequence[str]) -> list[float]:
+  """The numbers of --temperatures; ValueError if one is not possible."""
+  try:
+    temperatures = [float(value) for value in values]
+    for temperature in temperatures:
+      configs.SamplingConfig(temperature=temperature)
+  except ValueError as error:
+    raise ValueError(f"--temperatures={','.join(values)}: {error}") from None
+  return temperatures
+
+
+def check_lengths(
+  target: targets.NamedTarget, prompt_tokens: int, new_tokens: int
+) -> None:
+  """ValueError if the target has too few positions for prompt and answer."""
+  most = target.model.cfg.max_positions
+  if prompt_tokens + new_tokens > most:
+    raise ValueError(
+      f"--new_tokens={new_tokens}: with prompts of {prompt_tokens} tokens more"
+      f" than max_positions={most} of --target={target.name}"
+    )
 
 
 def answer_parts(

@@ -1,7 +1,7 @@
 """Decodes held-out prompts with a drafter and checks what comes out."""
 
+import math
 import pathlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +68,7 @@ def decode_prompts(
   root = jax.random.key(seed)
   total = count * decode.max_new_tokens
   with run_io.Progress(total, label, "tokens") as progress:
-    for rows in answers_lib.batches(count, batch_size):
+    for rows, fresh in answers_lib.batches(count, batch_size):
       keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.asarray(rows))
       out = generate.generate(
         target,
@@ -82,7 +82,7 @@ def decode_prompts(
       lists = metrics.round_lists(out.round_lengths, out.accepted)
       for row, lengths, stood in zip(rows, *lists, strict=True):
         rounds[row], accepted[row] = lengths, stood
-      progress.update(len(rows) * decode.max_new_tokens)
+      progress.update(fresh * decode.max_new_tokens)
   return Decoded(tokens, num_tokens, rounds, accepted)
 
 
@@ -154,12 +154,14 @@ def losslessness(
   }
 
 
-def rows_for_table(
-  label: str, report: dict[str, Any]
-) -> list[Sequence[str | float]]:
-  """One line a report: label, then pooled means of all and of both groups."""
+def row_for_table(label: str, report: dict[str, Any]) -> list[str]:
+  """One line a report: label, then pooled means of all and of both groups.
+
+  A group without a round has a dash: its mean is NaN, and null in a file.
+  """
   means = [
     report[group]["mean_advancement"]["pooled"]
     for group in ("all", "non_looping", "looping")
   ]
-  return [label, *(f"{mean:.2f}" for mean in means)]
+  cells = ["-" if x is None or math.isnan(x) else f"{x:.2f}" for x in means]
+  return [label, *cells]

@@ -26,7 +26,8 @@ def acceptance_by_position(
   figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
   for name, curve in curves.items():
     places = np.arange(1, len(curve) + 1)
-    axes.plot(places, curve, marker="o", label=name, color=COLORS.get(name))
+    shares = np.asarray(curve, float)  # Without any round: None, then NaN.
+    axes.plot(places, shares, marker="o", label=name, color=COLORS.get(name))
   axes.set_xlabel("position in the block")
   axes.set_ylabel("share of rounds accepted up to here")
   axes.set_ylim(0, 1)
@@ -53,7 +54,8 @@ def advancement_and_speed(
   for axis, values, label in pairs:
     names = list(values)
     colors = [COLORS.get(name, "#444444") for name in names]
-    bars = axis.bar(names, [values[name] for name in names], color=colors)
+    heights = np.asarray([values[name] for name in names], float)
+    bars = axis.bar(names, heights, color=colors)
     axis.bar_label(bars, fmt="%.3g")
     axis.set_ylabel(label)
     axis.margins(y=0.12)

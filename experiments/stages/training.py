@@ -14,14 +14,27 @@ from experiments import run_io, targets
 
 
 def load_parts(
-  folder: str | pathlib.Path, names: Sequence[str]
+  folder: str | pathlib.Path, names: Sequence[str], target: targets.NamedTarget
 ) -> answers_lib.AnswerSet:
-  """The named parts of a make_answers directory, joined."""
+  """The named parts of a make_answers directory, joined.
+
+  Raises:
+    ValueError: no name, a part that is missing or damaged, or answers that are
+      not of this target's vocabulary.
+  """
+  if not names:
+    raise ValueError(f"--answers={folder}: none of its parts is named")
   paths = [pathlib.Path(folder) / f"{name}.npz" for name in names]
   for path in paths:
     if not path.exists():
       raise ValueError(f"--answers={folder}: no part {path.name} there")
-  return answers_lib.join([answers_lib.load(path) for path in paths])
+  answers = answers_lib.join([answers_lib.load(path) for path in paths])
+  if answers.tokens.max() >= target.model.cfg.vocab_size:
+    raise ValueError(
+      f"--answers={folder}: token {answers.tokens.max()} is outside the"
+      f" vocab_size={target.model.cfg.vocab_size} of --target={target.name}"
+    )
+  return answers
 
 
 def compute_features(
@@ -31,11 +44,6 @@ def compute_features(
   folder: pathlib.Path | None,
 ) -> features.FeatureSet:
   """Features of all answers, with progress."""
-  if answers.tokens.max() >= target.model.cfg.vocab_size:
-    raise ValueError(
-      f"answers hold token {answers.tokens.max()}, outside the target's"
-      f" vocab_size={target.model.cfg.vocab_size}"
-    )
   with run_io.Progress(answers.tokens.size, "features", "tokens") as progress:
     return features.compute_features(
       target.model, answers, taps, folder=folder, progress=progress.update

@@ -133,7 +133,8 @@ def most_vocabulary_rows(method, chunk_size):
     )
 
   jaxpr = jax.make_jaxpr(jax.value_and_grad(value))(setup.params).jaxpr
-  tables = {(vocab, setup.cfg.hidden_size), (setup.cfg.hidden_size, vocab)}
+  tables = {table.shape for table in jax.tree.leaves(setup.buffers)}
+  tables |= {setup.tables.head.shape, setup.tables.head.shape[::-1]}
   shapes = {shape for shape in intermediates(jaxpr) if vocab in shape}
   assert shapes - tables
   return max(int(np.prod(shape)) // vocab for shape in shapes - tables)

@@ -243,8 +243,7 @@ def check_coverage(batches, block):
     ),
     "rows that finish in different rounds": any(
       len({len(row.rounds.lengths) for row in rows}) > 2 for rows in batches
-    )
-    or len(batches[0]) == 1,
+    ),
   }
   assert all(seen.values()), seen
 
@@ -264,5 +263,5 @@ def test_greedy_output_equals_autoregressive_output_in_thousands_of_cases(
   method, block, batch, calls, monkeypatch
 ):
   batches = check_cases(method, block, batch, calls, monkeypatch)
-  if method == "scripted":
+  if method == "scripted" and batch == 8:
     check_coverage(batches, block)

@@ -1,0 +1,173 @@
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax import numpy as jnp
+
+from dspine_jax import configs
+from dspine_jax.checkpoints import names, target_folder, tensors
+from tests import tiny_models
+
+QWEN = tiny_models.target_config(num_layers=2, eos_token_ids=(3,))
+LLAMA = tiny_models.target_config(
+  num_layers=2,
+  qk_norm=False,
+  tie_embeddings=True,
+  rope_scaling=configs.RopeScaling(factor=4.0),
+)
+
+
+def save(folder, cfg=QWEN, **options):
+  params = tiny_models.target_params(cfg)
+  target_folder.save_target(folder, params, cfg, **options)
+  return params
+
+
+def change(folder, edit):
+  """Rewrites the folder's tensors by `edit(tensors)`."""
+  arrays = tensors.read_tensors(folder)
+  edit(arrays)
+  tensors.write_tensors(folder, arrays)
+
+
+def rounded(params, dtype):
+  kinds = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+  if dtype == "float32":
+    return params
+  return jax.tree.map(
+    lambda x: np.asarray(x).astype(kinds[dtype]).astype(np.float32), params
+  )
+
+
+@pytest.mark.parametrize("cfg", [QWEN, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_saved_target_is_loaded_unchanged(cfg, dtype, tmp_path):
+  params = save(tmp_path, cfg, dtype=dtype)
+  target = target_folder.load_target(str(tmp_path))
+  assert target.cfg == cfg and target.folder == tmp_path
+  assert jax.tree.structure(target.params) == jax.tree.structure(params)
+  for got, want in zip(
+    jax.tree.leaves(target.params),
+    jax.tree.leaves(rounded(params, dtype)),
+    strict=True,
+  ):
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, want)
+
+
+def test_linear_maps_are_stored_out_in_under_released_names(tmp_path):
+  params = save(tmp_path)
+  arrays = tensors.read_tensors(tmp_path)
+  layer = params["layers"][1]
+  np.testing.assert_array_equal(
+    arrays["model.layers.1.self_attn.k_proj.weight"],
+    np.asarray(layer["self_attn"]["k_proj"]["kernel"]).T,
+  )
+  np.testing.assert_array_equal(
+    arrays["model.layers.1.self_attn.q_norm.weight"],
+    layer["self_attn"]["q_norm"]["scale"],
+  )
+  np.testing.assert_array_equal(
+    arrays["model.embed_tokens.weight"], params["embed_tokens"]
+  )
+  np.testing.assert_array_equal(arrays["lm_head.weight"], params["lm_head"])
+  # Eleven a layer; embedding, norm and head.
+  assert len(arrays) == 2 * 11 + 3
+
+
+def test_a_tied_target_without_qk_norm_has_fewer_tensors(tmp_path):
+  save(tmp_path, LLAMA)
+  arrays = tensors.read_tensors(tmp_path)
+  assert len(arrays) == 2 * 9 + 2
+  assert "lm_head.weight" not in arrays
+
+
+def test_a_head_stored_beside_a_tied_embedding_is_ignored(tmp_path):
+  params = save(tmp_path, LLAMA)
+  extra = {"lm_head.weight": np.ones((61, 24), np.float32)}
+  change(tmp_path, lambda arrays: arrays.update(extra))
+  got = target_folder.load_target(tmp_path).params
+  assert "lm_head" not in got
+  np.testing.assert_array_equal(got["embed_tokens"], params["embed_tokens"])
+
+
+def test_names_without_the_model_prefix_are_accepted(tmp_path):
+  params = save(tmp_path)
+
+  def strip(arrays):
+    for name in list(arrays):
+      arrays[name.removeprefix("model.")] = arrays.pop(name)
+
+  change(tmp_path, strip)
+  got = target_folder.load_target(tmp_path).params
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+  save(tmp_path)
+  change(tmp_path, lambda arrays: arrays.pop("model.norm.weight"))
+  with pytest.raises(ValueError, match="missing model.norm.weight"):
+    target_folder.load_target(tmp_path)
+
+
+def test_an_untied_target_needs_its_head(tmp_path):
+  save(tmp_path)
+  change(tmp_path, lambda arrays: arrays.pop("lm_head.weight"))
+  with pytest.raises(ValueError, match="missing lm_head.weight"):
+    target_folder.load_target(tmp_path)
+
+
+def test_a_wrong_shape_is_named_in_the_orientation_of_the_file(tmp_path):
+  save(tmp_path)
+  name = "model.layers.0.mlp.down_proj.weight"
+
+  def transpose(arrays):
+    arrays[name] = np.ascontiguousarray(arrays[name].T)
+
+  change(tmp_path, transpose)
+  match = rf"{name} has shape \[36, 24\], expected \[24, 36\]"
+  with pytest.raises(ValueError, match=match):
+    target_folder.load_target(tmp_path)
+
+
+def test_all_problems_are_reported_together_and_long_lists_cut():
+  entries = names.target_entries(QWEN)
+  with pytest.raises(ValueError, match=r"here: missing .* and 19 more") as info:
+    names.load({}, entries, source="here")
+  assert str(info.value).count("missing") == 6
+
+
+def test_a_vocabulary_other_than_the_configured_one_is_refused(tmp_path):
+  save(tmp_path)
+  path = tmp_path / "config.json"
+  path.write_text(
+    path.read_text().replace('"vocab_size": 61', '"vocab_size": 62')
+  )
+  with pytest.raises(
+    ValueError, match=r"embed_tokens.weight has shape \[61, 24\]"
+  ):
+    target_folder.load_target(tmp_path)
+
+
+def test_nan_in_a_weight_is_refused(tmp_path):
+  save(tmp_path)
+  arrays = tensors.read_tensors(tmp_path)
+  arrays["model.norm.weight"][3] = np.nan
+  safetensors.numpy.save_file(arrays, tmp_path / tensors.SINGLE)
+  with pytest.raises(ValueError, match="'model.norm.weight' holds NaN"):
+    target_folder.load_target(tmp_path)
+
+
+def test_a_missing_folder_or_config_is_named(tmp_path):
+  with pytest.raises(ValueError, match="nowhere: no such folder"):
+    target_folder.load_target(tmp_path / "nowhere")
+  with pytest.raises(ValueError, match="config.json: no such file"):
+    target_folder.load_target(tmp_path)
+
+
+def test_loaded_parameters_do_not_keep_the_file_alive(tmp_path):
+  params = save(tmp_path)
+  got = target_folder.load_target(tmp_path).params
+  (tmp_path / tensors.SINGLE).write_bytes(b"\0" * 100_000)
+  jax.tree.map(np.testing.assert_array_equal, got, params)

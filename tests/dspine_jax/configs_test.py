@@ -1,0 +1,184 @@
+import dataclasses
+import math
+
+import pytest
+
+from dspine_jax import configs
+from tests import tiny_models
+
+
+def refused(config, match, **changes):
+  with pytest.raises(ValueError, match=match):
+    dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+  ],
+)
+@pytest.mark.parametrize("value", [0, -4])
+def test_widths_must_be_positive_integers(name, value):
+  for config in (
+    tiny_models.target_config(),
+    tiny_models.drafter_config("dflash"),
+  ):
+    refused(config, f"{name}={value!r}: must be a positive", **{name: value})
+
+
+def test_heads_must_divide_and_head_width_be_even():
+  config = tiny_models.target_config()
+  refused(config, "num_kv_heads=3: must divide num_heads=4", num_kv_heads=3)
+  refused(config, "head_dim=7: must be even", head_dim=7)
+
+
+@pytest.mark.parametrize(
+  ("changes", "match"),
+  [
+    ({"block_size": 1}, "block_size=1: must be at least 2"),
+    ({"mask_token_id": 61}, r"mask_token_id=61: .*vocab_size=61"),
+    ({"mask_token_id": -1}, "mask_token_id=-1"),
+    ({"decay_gamma": 0.0}, "decay_gamma=0.0: must be positive"),
+    ({"target_layer_ids": (0, 3)}, "layer 3 cannot be tapped"),
+    ({"target_layer_ids": (2, 1)}, "ascending"),
+    (
+      {"dspine": configs.DSpineOptions(transfer_rank=25, top_k=4)},
+      "transfer_rank=25: cannot exceed hidden_size=24",
+    ),
+    (
+      {"dspine": configs.DSpineOptions(transfer_rank=8, top_k=62)},
+      "top_k=62: cannot exceed vocab_size=61",
+    ),
+  ],
+)
+def test_an_impossible_drafter_is_refused_by_name(changes, match):
+  refused(tiny_models.drafter_config("dspine"), match, **changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "match"),
+  [
+    ({"transfer_rank": 0}, "transfer_rank=0"),
+    ({"message_size": -1}, "message_size=-1"),
+    ({"top_k": 0}, "top_k=0"),
+    ({"ce_weight": 1.5}, "ce_weight=1.5: must lie between 0 and 1"),
+    ({"replacement_probability": -0.1}, "replacement_probability=-0.1"),
+    ({"replacement_hold_ratio": 0.5}, "replacement_hold_ratio=0.5: needs"),
+    ({"replacement_end_ratio": 1.5}, "replacement_hold_ratio"),
+    ({"replacement_layers": -1}, "replacement_layers=-1"),
+  ],
+)
+def test_impossible_dspine_options_are_refused_by_name(changes, match):
+  refused(configs.DSpineOptions(), match, **changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "match"),
+  [
+    ({"name": "sgd"}, "name='sgd': not in"),
+    ({"schedule": "linear"}, "schedule='linear': not in"),
+    ({"total_steps": 0}, "total_steps=0"),
+    ({"learning_rate": 0.0}, "learning_rate=0.0"),
+    ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+    ({"warmup_ratio": 1.1}, "warmup_ratio=1.1"),
+    ({"decay_ratio": -0.1}, "decay_ratio=-0.1"),
+    ({"final_lr_ratio": 2.0}, "final_lr_ratio=2.0"),
+  ],
+)
+def test_an_impossible_optimizer_is_refused_by_name(changes, match):
+  refused(configs.OptimizerConfig(total_steps=10), match, **changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "match"),
+  [
+    ({"temperature": -0.1}, "temperature=-0.1"),
+    ({"top_k": -1}, "top_k=-1"),
+    ({"top_p": 0.0}, "top_p=0.0"),
+    ({"top_p": 1.1}, "top_p=1.1"),
+  ],
+)
+def test_impossible_sampling_is_refused_by_name(changes, match):
+  refused(configs.SamplingConfig(), match, **changes)
+
+
+def test_the_verify_rule_must_fit_the_temperature():
+  warm = configs.SamplingConfig(temperature=1.0)
+  configs.DecodeConfig(sampling=warm, rule="rejection")
+  configs.DecodeConfig(sampling=warm, rule="exact_match", proposal="greedy")
+  for sampling, rule, match in (
+    (warm, "greedy", "rule='greedy': does not fit temperature=1.0"),
+    (configs.SamplingConfig(), "rejection", "temperature=0.0"),
+    (configs.SamplingConfig(), "typical", "rule='typical': not in"),
+  ):
+    with pytest.raises(ValueError, match=match):
+      configs.DecodeConfig(sampling=sampling, rule=rule)
+  with pytest.raises(ValueError, match="proposal='greedy': rejection"):
+    configs.DecodeConfig(sampling=warm, rule="rejection", proposal="greedy")
+  with pytest.raises(ValueError, match="max_new_tokens=0"):
+    configs.DecodeConfig(max_new_tokens=0)
+
+
+def test_configurations_are_hashable_and_frozen():
+  for config in (
+    tiny_models.target_config(rope_scaling=configs.RopeScaling(factor=2.0)),
+    tiny_models.drafter_config("dspine"),
+    configs.OptimizerConfig(total_steps=1),
+    configs.DecodeConfig(),
+  ):
+    assert hash(config) == hash(dataclasses.replace(config))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+      config.vocab_size = 3
+
+
+def test_the_label_shift_decides_slots_and_proposals():
+  plain = tiny_models.drafter_config("dflash")
+  shifted = tiny_models.drafter_config("dflash", sample_from_anchor=True)
+  assert (plain.first_slot, plain.num_proposals) == (1, 4)
+  assert (shifted.first_slot, shifted.num_proposals) == (0, 5)
+
+
+@pytest.mark.parametrize("layers", range(1, 12))
+def test_three_fifths_of_the_layers_are_replaced_rounded_up(layers):
+  got = configs.default_replacement_layers(layers)
+  assert got == math.ceil(round(0.6 * layers, 9))
+
+
+def test_the_paper_replaces_three_of_five_layers():
+  assert configs.default_replacement_layers(5) == 3
+  assert configs.DSpineOptions().replacement_layers == 3
+
+
+@pytest.mark.parametrize(("block", "gamma"), [(16, 7), (10, 5), (8, 4)])
+def test_decay_constants_of_dflash(block, gamma):
+  assert configs.default_decay_gamma(block) == gamma
+
+
+def test_a_drafter_takes_widths_taps_and_conventions():
+  target = tiny_models.target_config(num_layers=36)
+  dflash = configs.drafter_for(
+    target, "dflash", num_layers=5, mask_token_id=60, block_size=8
+  )
+  dspine = configs.drafter_for(
+    target,
+    "dspine",
+    num_layers=4,
+    mask_token_id=60,
+    dspine=configs.DSpineOptions(transfer_rank=8, message_size=4),
+  )
+  for name in ("vocab_size", "hidden_size", "head_dim", "rope_theta"):
+    assert getattr(dflash, name) == getattr(target, name)
+  assert dflash.target_layer_ids == (1, 9, 17, 25, 33)
+  assert dflash.num_target_layers == 36
+  assert not dflash.is_causal and dspine.is_causal
+  assert dflash.dspine is None and dspine.dspine.transfer_rank == 8
+  assert dflash.decay_gamma == 4 and dspine.decay_gamma == 7
+  assert dspine.block_size == 16 and dspine.num_proposals == 15

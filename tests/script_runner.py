@@ -1,0 +1,78 @@
+"""Runs a script of `experiments` inside the test's process.
+
+A start of Python with JAX costs seconds and compiled programs die with it, so
+`python -m experiments.NAME` is played by `runpy`, with its own command line,
+captured output, and its flags forgotten afterwards.
+"""
+
+import contextlib
+import importlib.util
+import io
+import runpy
+import sys
+from typing import NamedTuple
+
+from absl import flags
+
+
+class Done(NamedTuple):
+  """How a script ended.
+
+  Attributes:
+    status: exit status.
+    stdout: what it printed.
+    stderr: progress lines and error.
+  """
+
+  status: int
+  stdout: str
+  stderr: str
+
+  @property
+  def error(self) -> str:
+    """The one line after `error: `; fails if there is not exactly one."""
+    lines = [
+      line for line in self.stderr.splitlines() if line.startswith("error: ")
+    ]
+    assert len(lines) == 1, self.stderr
+    assert self.stderr.splitlines()[-1] == lines[0], self.stderr
+    return lines[0].removeprefix("error: ")
+
+
+def arguments(**values) -> list[str]:
+  """--name=value of each; True is a bare flag, lists are joined by commas."""
+  words = []
+  for name, value in values.items():
+    if isinstance(value, list | tuple):
+      value = ",".join(map(str, value))
+    words.append(f"--{name}" if value is True else f"--{name}={value}")
+  return words
+
+
+def run(script: str, **values) -> Done:
+  """Runs `python -m experiments.SCRIPT --NAME=VALUE ...`."""
+  module = f"experiments.{script}"
+  spec = importlib.util.find_spec(module)
+  assert spec is not None and spec.origin is not None
+  out, err, status = io.StringIO(), io.StringIO(), 0
+  old = sys.argv
+  sys.argv = [spec.origin, *arguments(**values)]
+  try:
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+      runpy.run_module(module, run_name="__main__", alter_sys=True)
+  except SystemExit as end:
+    status = end.code if isinstance(end.code, int) else int(bool(end.code))
+  finally:
+    sys.argv = old
+    own = flags.FLAGS.flags_by_module_dict().get(spec.origin, ())
+    for flag in list(own):
+      delattr(flags.FLAGS, flag.name)
+    flags.FLAGS.unparse_flags()
+  return Done(status, out.getvalue(), err.getvalue())
+
+
+def run_well(script: str, **values) -> Done:
+  """`run` of what must succeed."""
+  done = run(script, **values)
+  assert done.status == 0, done.stderr
+  return done

@@ -1,0 +1,110 @@
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from dspine_jax.training import losses
+from tests import oracles
+
+TOLERANCE = 2e-6  # float32 against float64, values of order one.
+
+
+def distributions(seed, shape=(3, 7)):
+  logits = np.random.default_rng(seed).standard_normal(shape)
+  return oracles.softmax(2 * logits)
+
+
+@pytest.mark.parametrize("gamma", [7.0, 5.0, 4.0, 2.5])
+def test_weights_decay_from_one_by_exp_of_minus_one_over_gamma(gamma):
+  got = np.asarray(losses.position_decay(15, gamma), np.float64)
+  want = [np.exp(-(k - 1) / gamma) for k in range(1, 16)]
+  np.testing.assert_allclose(got, want, rtol=TOLERANCE)
+
+
+def test_fifteen_slots_with_gamma_seven_weigh_about_6_6():
+  total = float(losses.position_decay(15, 7.0).sum())
+  assert total == pytest.approx(6.6, abs=0.05)
+
+
+def test_cross_entropy_is_minus_the_log_of_the_labels_probability():
+  q, labels = distributions(0), np.array([2, 0, 6])
+  got = losses.cross_entropy(
+    jnp.asarray(np.log(q), jnp.float32), jnp.asarray(labels)
+  )
+  want = [-np.log(q[row, label]) for row, label in enumerate(labels)]
+  np.testing.assert_allclose(got, want, rtol=TOLERANCE)
+
+
+def test_l1_is_twice_the_total_variation():
+  p, q = distributions(1), distributions(2)
+  got = losses.l1_distance(
+    jnp.asarray(q, jnp.float32), jnp.asarray(p, jnp.float32)
+  )
+  variation = np.maximum(p - q, 0).sum(axis=-1)
+  np.testing.assert_allclose(got, 2 * variation, rtol=TOLERANCE * 5)
+  disjoint = losses.l1_distance(jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]))
+  assert float(disjoint) == 2
+
+
+def test_dividing_by_zero_gives_zero_and_no_nan_gradient():
+  assert float(losses.safe_divide(3.0, jnp.asarray(0.0))) == 0
+  assert float(losses.safe_divide(3.0, jnp.asarray(1.5))) == 2
+  grads = jax.grad(losses.safe_divide, argnums=(0, 1))(3.0, 0.0)
+  assert np.isfinite(grads).all()
+
+
+def chunk_loss(params, rows, shared, constants):
+  """Nonlinear in all that is differentiated; zero for zero weights."""
+  hidden = jnp.tanh(rows["x"] @ params["w"]) @ shared
+  value = jnp.sum(jnp.square(hidden) * constants[:, None])
+  return value, {"weight": jnp.sum(constants)}
+
+
+def chunk_arguments():
+  rng = np.random.default_rng(0)
+  return tuple(
+    jax.tree.map(
+      lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32),
+      ({"w": (4, 3)}, {"x": (7, 4)}, (3, 5), (7,)),
+      is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int),
+    )
+  )
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 20])
+def test_chunks_add_up_to_the_whole_with_all_gradients(chunk_size):
+  params, rows, shared, constants = chunk_arguments()
+
+  def chunked(params, rows):
+    value, sums = losses.chunked_sum(
+      chunk_loss, chunk_size, params, rows, shared, constants
+    )
+    # A factor in front, as a mean has: the stored gradient must be scaled.
+    return 3.0 * value, sums
+
+  def whole(params, rows):
+    value, sums = chunk_loss(params, rows, shared, constants)
+    return 3.0 * value, sums
+
+  differentiate = [
+    jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))
+    for f in (chunked, whole)
+  ]
+  (got, want) = (f(params, rows) for f in differentiate)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+  value, sums = chunked(params, rows)  # Without differentiation.
+  assert float(value) == pytest.approx(float(want[0][0]), rel=2e-5)
+  assert float(sums["weight"]) == pytest.approx(
+    float(constants.sum()), rel=1e-5
+  )
+
+
+def test_shared_and_constants_get_no_gradient():
+  params, rows, shared, constants = chunk_arguments()
+
+  def value(shared, constants):
+    return losses.chunked_sum(chunk_loss, 3, params, rows, shared, constants)[0]
+
+  for leaf in jax.grad(value, argnums=(0, 1))(shared, constants):
+    assert not leaf.any()
