@@ -78,6 +78,9 @@ def main(unused_argv):
   train = training.load_parts(_ANSWERS.value, _PARTS.value, target)
   held_out = training.load_parts(_ANSWERS.value, ["held_out"], target)
   new_tokens = held_out.tokens.shape[1] - int(held_out.prompt_lengths.max())
+  features = training.features_on_demand(
+    target, train, cfgs["dspine"].target_layer_ids
+  )
   by_seed = []
   for seed in seeds:
     own = run_io.open_work_dir(
@@ -88,7 +91,7 @@ def main(unused_argv):
     )
     drafters = comparison.train_all(
       target,
-      train,
+      features,
       own,
       cfgs,
       comparison.train_config(_STEPS.value, seed),

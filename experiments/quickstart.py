@@ -22,7 +22,7 @@ from absl import flags
 from dspine_jax import configs
 from experiments import run_io, targets
 from experiments.stages import answers as answers_stage
-from experiments.stages import comparison, evaluation, plots, timing
+from experiments.stages import comparison, evaluation, plots, timing, training
 
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/quickstart", "Where everything goes."
@@ -144,9 +144,10 @@ def main(unused_argv):
     batch_size=64,
     seed=_SEED.value,
   )
+  taps = cfgs["dspine"].target_layer_ids
   drafters = comparison.train_all(
     target,
-    sets["train_t0"],
+    training.features_on_demand(target, sets["train_t0"], taps),
     work_dir,
     cfgs,
     comparison.train_config(_STEPS.value, _SEED.value),

@@ -46,7 +46,8 @@ def init(
   """A fresh state, and the method's frozen buffers."""
   method = methods.drafter(cfg)
   init_key, run_key = jax.random.split(jax.random.key(train.seed))
-  params = method.init(init_key, cfg, tables)
+  # Copies, since steps donate the state and leaves may start as one array.
+  params = jax.tree.map(jnp.copy, method.init(init_key, cfg, tables))
   tx = optimizer.make_optimizer(train.optimizer)
   state = TrainState(
     params=params,

@@ -13,7 +13,6 @@ def compare(folder: report.Folder) -> list[report.Record]:
   case = drafter.load(folder)
   drafter.compare_inputs(case, check)
   drafter.compare_layout(case, check)
-  block = drafter.single_block(case, check)
   for layout, params in drafter.layouts(case.params).items():
     output, logits = _forward(case, params, case.blocks)
     options = {"rows": case.keep, "layout": layout}
@@ -21,10 +20,11 @@ def compare(folder: report.Folder) -> list[report.Record]:
     check.value("logits", logits, **options)
     if layout == "unrolled":
       _compare_tokens(case, check, output, logits)
-    if block is not None:
-      output, logits = _forward(case, params, block)
-      check.value("infer_hidden", np.asarray(output.hidden)[0], layout=layout)
-      check.value("infer_logits", np.asarray(logits)[0], layout=layout)
+  block = drafter.single_block(case, check)
+  if block is not None:
+    output, logits = _forward(case, case.params, block)
+    check.value("infer_hidden", np.asarray(output.hidden)[0])
+    check.value("infer_logits", np.asarray(logits)[0])
   _compare_loss(case, check)
   drafter.compare_decoding(case, check)
   return check.finish()

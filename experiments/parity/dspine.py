@@ -28,11 +28,13 @@ def compare(folder: report.Folder) -> list[report.Record]:
   check.exact("block_token_ids", case.blocks.tokens, rows=case.keep)
   check.exact("supervised", case.supervision.valid)
   check.value("loss_weights", case.supervision.weights)
-  block = drafter.single_block(case, check)
   for layout, params in drafter.layouts(case.params).items():
-    output = _compare_forward(case, check, params, layout, block)
+    output = _compare_forward(case, check, params, layout)
     if layout == "unrolled":
       _compare_tokens(case, check, output, "eval")
+  block = drafter.single_block(case, check)
+  if block is not None:
+    _compare_pass(case, check, case.params, block, "unrolled", prefix="infer_")
   _compare_layer_states(case, check)
   for mode in _MODES:
     if any(name.startswith(f"{mode}/") for name in check.outputs):
@@ -67,8 +69,8 @@ def _compare_transfer_space(case, check):
   check.code("transfer_codes", space.codes * signs, layout="fresh")
 
 
-def _compare_forward(case, check, params, layout, block):
-  """Training layout without and with replacement, then the single block."""
+def _compare_forward(case, check, params, layout):
+  """The training layout, without and with replacement."""
   keep = case.keep
   output = _compare_pass(case, check, params, case.blocks, layout, rows=keep)
   if "replace_mask" in case.folder.inputs:
@@ -77,8 +79,6 @@ def _compare_forward(case, check, params, layout, block):
     _compare_pass(
       case, check, params, blocks, layout, rows=keep, prefix="replaced/"
     )
-  if block is not None:
-    _compare_pass(case, check, params, block, layout, prefix="infer_")
   return output
 
 

@@ -1,7 +1,7 @@
 """DFlash and DSpine side by side: one trainer, one evaluation, paired gains."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from dspine_jax import configs
 from dspine_jax.checkpoints import hf_config
 from dspine_jax.data import answers as answers_lib
+from dspine_jax.data import features as features_lib
 from dspine_jax.decoding import generate, metrics
 from experiments import run_io, targets
 from experiments.stages import evaluation, training
@@ -60,13 +61,15 @@ def train_config(steps: int, seed: int) -> configs.TrainConfig:
 
 def train_all(
   target: targets.NamedTarget,
-  answers: answers_lib.AnswerSet,
+  features: Callable[[], features_lib.FeatureSet],
   work_dir: run_io.WorkDir,
   cfgs: Mapping[str, configs.DrafterConfig],
   train_cfg: configs.TrainConfig,
 ) -> dict[str, generate.DrafterModel]:
-  """All drafters, from finished folders where they exist."""
-  data = None
+  """All drafters, from finished folders where they exist.
+
+  `features` gives the training data; it is called only if some is needed.
+  """
   drafters = {}
   for method, cfg in cfgs.items():
     own = run_io.open_work_dir(
@@ -77,13 +80,9 @@ def train_all(
     )
     folder = own.path / "drafter"
     if not (folder / "config.json").exists():
-      if data is None:
-        data = training.compute_features(
-          target, answers, cfg.target_layer_ids, None
-        )
       training.train_drafter(
         target,
-        data,
+        features(),
         cfg,
         train_cfg,
         own,

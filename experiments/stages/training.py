@@ -1,7 +1,8 @@
 """Trains one drafter on a target's answers, with progress and checkpoints."""
 
+import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -48,6 +49,15 @@ def compute_features(
     return features.compute_features(
       target.model, answers, taps, folder=folder, progress=progress.update
     )
+
+
+def features_on_demand(
+  target: targets.NamedTarget,
+  answers: answers_lib.AnswerSet,
+  taps: tuple[int, ...],
+) -> Callable[[], features.FeatureSet]:
+  """`compute_features` in memory, at the first call and only once."""
+  return functools.cache(lambda: compute_features(target, answers, taps, None))
 
 
 def train_drafter(
