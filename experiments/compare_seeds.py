@@ -4,10 +4,10 @@
       --work_dir=runs/seeds --seeds=0,1,2
 
 Both methods start each seed from the same backbone and see the same data, steps
-and optimiser. Held-out prompts are decoded at temperature 0 and 1; the gain at
-temperature 0 is a paired bootstrap over prompts, each prompt's rounds pooled
+and optimiser. Held-out prompts are decoded at the given temperatures; the gain
+at temperature 0 is a paired bootstrap over prompts, each prompt's rounds pooled
 over the seeds, for looping and non-looping answers apart. Finished parts are
-kept, so a killed run goes on. Time: about 8 minutes a seed on two CPU cores.
+kept, so a killed run goes on. Time: about 6 minutes a seed on two CPU cores.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from absl import flags
 
 from dspine_jax.decoding import metrics
 from experiments import run_io, targets
-from experiments.stages import comparison, training
+from experiments.stages import answers, comparison, training
 
 _WORK_DIR = flags.DEFINE_string("work_dir", "runs/seeds", "Where results go.")
 _TARGET = flags.DEFINE_string(
@@ -31,6 +31,12 @@ _PARTS = flags.DEFINE_list(
   "parts", ["train_t0", "train_t1"], "Which of its training parts to use."
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
+_TEMPERATURES = flags.DEFINE_list(
+  "temperatures", ["0"], "Temperatures to decode at; 0 must be among them."
+)
+_EVAL = flags.DEFINE_integer(
+  "eval_prompts", 120, "How many of the held-out prompts.", lower_bound=1
+)
 _STEPS = flags.DEFINE_integer(
   "steps", 800, "Optimiser steps of each drafter.", lower_bound=1
 )
@@ -53,6 +59,9 @@ def main(unused_argv):
     raise ValueError(
       f"--seeds={','.join(_SEEDS.value)}: whole numbers are needed"
     ) from None
+  temperatures = answers.parse_temperatures(_TEMPERATURES.value)
+  if 0.0 not in temperatures:
+    raise ValueError("--temperatures: 0 is needed for the gain")
   target = targets.load(_TARGET.value)
   cfgs = {
     method: comparison.drafter_config(
@@ -70,6 +79,8 @@ def main(unused_argv):
       "target": _TARGET.value,
       "answers": _ANSWERS.value,
       "parts": _PARTS.value,
+      "temperatures": temperatures,
+      "eval_prompts": _EVAL.value,
       "drafters": cfgs,
     },
     argv=sys.argv,
@@ -77,6 +88,7 @@ def main(unused_argv):
   )
   train = training.load_parts(_ANSWERS.value, _PARTS.value, target)
   held_out = training.load_parts(_ANSWERS.value, ["held_out"], target)
+  held_out = held_out.select(np.arange(len(held_out.lengths)) < _EVAL.value)
   new_tokens = held_out.tokens.shape[1] - int(held_out.prompt_lengths.max())
   features = training.features_on_demand(
     target, train, cfgs["dspine"].target_layer_ids
@@ -98,7 +110,13 @@ def main(unused_argv):
     )
     by_seed.append(
       comparison.evaluate_all(
-        target, drafters, held_out, own, new_tokens=new_tokens, seed=seed
+        target,
+        drafters,
+        held_out,
+        own,
+        new_tokens=new_tokens,
+        seed=seed,
+        temperatures=temperatures,
       )
     )
   results = summarize(by_seed, held_out.loops)

@@ -128,7 +128,8 @@ def save(path: pathlib.Path | str, answers: AnswerSet) -> None:
 def load(path: pathlib.Path | str) -> AnswerSet:
   """Reads what `save` wrote; ValueError naming the file if it is damaged."""
   try:
-    with np.load(path) as arrays:
+    # Opened here: NumPy would leave a damaged file open.
+    with open(path, "rb") as file, np.load(file) as arrays:
       return AnswerSet(*(arrays[name] for name in AnswerSet._fields))
   except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
     raise ValueError(f"{path}: not an answer set ({error})") from None

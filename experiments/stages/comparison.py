@@ -1,7 +1,7 @@
 """DFlash and DSpine side by side: one trainer, one evaluation, paired gains."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,21 +101,22 @@ def evaluate_all(
   *,
   new_tokens: int,
   seed: int,
+  temperatures: Sequence[float] = (0.0, 1.0),
 ) -> dict[str, dict[str, Any]]:
-  """Reports of every drafter at temperature 0 and 1, kept cell by cell.
+  """Reports of every drafter at each temperature, kept cell by cell.
 
   Returns:
-    "T=0" and "T=1" -> method -> report of `evaluation.advancement_report`.
+    "T=0", ... -> method -> report of `evaluation.advancement_report`; above
+    temperature 0 with rejection sampling and the method's first proposal.
   """
-  stop = target.model.cfg.eos_token_ids
   decodes = {
-    "T=0": configs.DecodeConfig(max_new_tokens=new_tokens, stop_tokens=stop),
-    "T=1": configs.DecodeConfig(
+    f"T={temperature:g}": configs.DecodeConfig(
       max_new_tokens=new_tokens,
-      stop_tokens=stop,
-      sampling=configs.SamplingConfig(temperature=1.0),
-      rule="rejection",
-    ),
+      stop_tokens=target.model.cfg.eos_token_ids,
+      sampling=configs.SamplingConfig(temperature=temperature),
+      rule="greedy" if temperature == 0 else "rejection",
+    )
+    for temperature in temperatures
   }
   cells = work_dir.path / "cells"
   cells.mkdir(exist_ok=True)

@@ -21,6 +21,12 @@ def test_files_are_split_by_a_hash_of_their_name_alone(root):
   assert names == sorted(names)
 
 
+def test_the_held_out_files_of_every_published_number_are_pinned():
+  held_out = ["ast.py", "enum.py", "getopt.py", "platform.py", "types.py"]
+  assert all(map(corpus.is_held_out, held_out))
+  assert not any(map(corpus.is_held_out, ["abc.py", "os.py", "json/tool.py"]))
+
+
 def test_about_one_file_in_twenty_is_held_out():
   held = sum(corpus.is_held_out(f"package/{i}.py") for i in range(4000))
   assert 150 < held < 250
@@ -63,6 +69,38 @@ def test_files_that_differ_between_installations_are_left_out(name, root):
   assert got == want
 
 
+@pytest.mark.parametrize("name", ["testing/a.py", "test.py", "x/test_tool.py"])
+def test_names_that_only_look_like_tests_are_kept(name, root):
+  path = root / name
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text("z = 1\n")
+  found = corpus.read_corpus(root)
+  path.unlink()
+  assert name in {file.name for file in found.train + found.held_out}
+
+
+def test_the_digest_is_of_names_and_texts(root):
+  before = corpus.read_corpus(root).digest
+  path = root / "file07.py"
+  text = path.read_text()
+  path.write_text(text + "#")
+  assert corpus.read_corpus(root).digest != before
+  path.write_text(text)
+  path.rename(root / "zzz.py")
+  assert corpus.read_corpus(root).digest != before
+  (root / "zzz.py").rename(path)
+  assert corpus.read_corpus(root).digest == before
+
+
+def test_the_standard_library_is_a_corpus_with_its_version():
+  found = corpus.standard_library()
+  assert found.origin.startswith("python 3.")
+  names = {file.name for file in found.train}
+  assert "json/decoder.py" in names
+  assert "getopt.py" in {file.name for file in found.held_out}
+  assert not [name for name in names if name.startswith("test/")]
+
+
 def test_excluded_names_above_the_root_do_not_matter(root, tmp_path):
   nested = tmp_path / "site-packages" / "lib"
   nested.parent.mkdir()
@@ -88,9 +126,11 @@ def test_the_tokenizer_has_exactly_the_size_asked_for_and_round_trips(root):
   assert [tokenizer.token_to_id(t) for t in corpus.SPECIAL_TOKENS] == [0, 1]
 
 
-def test_a_text_too_short_for_the_vocabulary_is_refused():
-  with pytest.raises(ValueError, match="vocab_size=5000: the text gives"):
-    corpus.train_tokenizer(["ab"], 5000)
+# 258 are the bytes and the two special tokens.
+@pytest.mark.parametrize("vocab_size", [100, 257, 5000])
+def test_a_vocabulary_that_the_text_cannot_fill_is_refused(vocab_size):
+  with pytest.raises(ValueError, match=f"vocab_size={vocab_size}: the text"):
+    corpus.train_tokenizer(["ab"], vocab_size)
 
 
 def test_every_file_ends_with_the_end_of_text():

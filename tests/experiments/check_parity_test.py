@@ -260,3 +260,11 @@ def test_every_gradient_norm_has_the_bound_of_its_own_size():
   check.norms("n", theirs + np.array([0.0, 0.0, 1e-6]))
   check.norms("n", theirs + np.array([0.0, 0.0, 1e-9]))
   assert [r.ok for r in check.finish()] == [True, False, False, True]
+
+
+def test_the_bounds_are_those_of_the_set():
+  text = " ".join((GOLDEN / "README.md").read_text().split())
+  assert "2e-5 * (1 + max|array|)" in text and report.VALUE_BOUND == 2e-5
+  assert "5e-5 * max|array|" in text and report.GRADIENT_BOUND == 5e-5
+  assert "eigendecomposition: 2e-3" in text and report.CODE_BOUND == 2e-3
+  assert report.EXACT_BOUND == 0
