@@ -111,8 +111,17 @@ class DraftLayer(nn.Module):
     return self.self_attn.output(attention.merge(own, seen, dtype=x.dtype))
 
 
+# Hugging Face's `initializer_range`, which the released drafters started from.
+# LeCun's larger kernels learn more slowly under muon, whose steps do not grow
+# with them.
+_INIT_STD = 0.02
+
+
 def init(key: Key, cfg: configs.DrafterConfig) -> Params:
-  """Random float32 parameters: fc, hidden_norm, layers (unrolled), norm."""
+  """Random float32 parameters: fc, hidden_norm, layers (unrolled), norm.
+
+  Kernels have standard deviation 0.02, norms are ones.
+  """
   fc_key, layer_key = jax.random.split(key)
   layer = DraftLayer(cfg)
   h = jnp.zeros((1, 1, 1, cfg.hidden_size))
@@ -128,7 +137,7 @@ def init(key: Key, cfg: configs.DrafterConfig) -> Params:
   fc = layers.Linear(cfg.hidden_size)
   features = jnp.zeros((1, taps * cfg.hidden_size))
   ones = {"scale": jnp.ones((cfg.hidden_size,))}
-  return {
+  params = {
     "fc": fc.init(fc_key, features)["params"],
     "hidden_norm": ones,
     "layers": tuple(
@@ -136,6 +145,12 @@ def init(key: Key, cfg: configs.DrafterConfig) -> Params:
     ),
     "norm": dict(ones),
   }
+  return jax.tree.map(_rescale_kernel, params)
+
+
+def _rescale_kernel(leaf: jax.Array) -> jax.Array:
+  """LeCun-normal kernels [in, out] to the standard deviation above."""
+  return leaf * _INIT_STD * leaf.shape[0] ** 0.5 if leaf.ndim == 2 else leaf
 
 
 def context_states(

@@ -1,3 +1,4 @@
+import gc
 import pathlib
 import shutil
 
@@ -8,7 +9,19 @@ from jax import numpy as jnp
 
 from dspine_jax.checkpoints import orbax
 
+# A read that fails leaves the other reads of Orbax unfinished, which Python
+# reports whenever it collects them: `collected` does that within the test.
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:Exception ignored in. <coroutine object"
+  ":pytest.PytestUnraisableExceptionWarning"
+)
 META = {"seed": 3, "data": {"epoch": 1, "name": "corpus"}}
+
+
+@pytest.fixture(autouse=True)
+def collected():
+  yield
+  gc.collect()
 
 
 def state(seed=0, width=40):

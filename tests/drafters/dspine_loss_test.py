@@ -277,7 +277,7 @@ def test_the_report_counts_supervised_slots_hits_and_prefixes():
   assert prefix[0] > 0
 
 
-@functools.partial(jax.jit, static_argnames=())
+@jax.jit
 def whole_loss_and_grads(params, output, supervision, denominator):
   """The objective by ordinary differentiation of all rows at once."""
 
@@ -307,9 +307,9 @@ def whole_loss_and_grads(params, output, supervision, denominator):
   return jax.value_and_grad(loss, argnums=(0, 1))(params, output)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 8, 11])
+@pytest.mark.parametrize("chunk_size", [2, 3, 11])
 def test_the_chunked_loss_equals_the_whole_one_with_all_gradients(chunk_size):
-  # Eight blocks: one by one, not dividing, all at once, more than there are.
+  # Of eight blocks: dividing, not dividing, more than there are.
   output, supervision = example()
   arguments = (SETUP.params, as_dict(output), supervision, 11.0)
   (value, _), grads = loss_and_grads(*arguments, chunk_size=chunk_size)

@@ -202,8 +202,8 @@ def test_generate_needs_a_prompt_that_fits(tiny):
 
 
 def test_prompts_that_the_corpus_does_not_hold_are_told(tiny, tmp_path):
-  error = fail(tiny, "make_answers", tmp_path / "run", prompt_tokens=100_000)
-  assert "windows of 100000 tokens, 4 prompts were asked for" in error
+  error = fail(tiny, "make_answers", tmp_path / "run", train_prompts=10**7)
+  assert "windows of 64 tokens, 10000000 prompts were asked for" in error
 
 
 @pytest.mark.parametrize("script", ["make_answers", "quickstart"])

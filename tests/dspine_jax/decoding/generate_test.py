@@ -13,7 +13,7 @@ from tests import decoding_oracles, tiny_models
 
 VOCAB, PROMPT, MAX_NEW = 11, 5, 12
 TARGET = tiny_models.target_config(vocab_size=VOCAB, num_layers=2)
-GREEDY = configs.DecodeConfig(max_new_tokens=MAX_NEW, stop_tokens=(2, 7))
+GREEDY = configs.DecodeConfig(max_new_tokens=MAX_NEW, stop_tokens=(7, 3))
 SAMPLED = configs.DecodeConfig(
   max_new_tokens=MAX_NEW,
   stop_tokens=(2,),
@@ -44,13 +44,13 @@ def drafter_config(method, **changes):
 
 
 @functools.cache
-def models(method, seed=0):
+def models(method, seed=1):
   target = decoding_oracles.target(TARGET, seed)
   cfg = drafter_config(method)
   return target, decoding_oracles.drafter(cfg, target.tables, seed + 1)
 
 
-def request(seed=0, key=0):
+def request(seed=1, key=0):
   rng = np.random.default_rng(seed)
   shape = (len(LENGTHS), PROMPT)
   return {
@@ -67,7 +67,7 @@ def assert_equal(got, want):
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspine"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_rounds_equal_those_of_a_plain_loop_without_cache(method, seed):
   target, drafter = models(method, seed)
   arguments = request(seed)
@@ -152,8 +152,8 @@ def test_no_round_and_no_prompt_of_a_known_shape_compiles_again():
   assert sizes() == before
   generate.run_rounds(target, drafter, state, decode=GREEDY)
   before = sizes()
-  target, drafter = models("dflash", seed=1)
-  state = generate.start(target, drafter, **request(seed=1), decode=GREEDY)
+  target, drafter = models("dflash", seed=2)
+  state = generate.start(target, drafter, **request(seed=2), decode=GREEDY)
   state = generate.step(target, drafter, state, decode=GREEDY)
   generate.run_rounds(target, drafter, state, decode=GREEDY)
   assert sizes() == before
