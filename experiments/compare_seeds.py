@@ -28,19 +28,19 @@ _ANSWERS = flags.DEFINE_string(
   "answers", "runs/answers", "Work directory of make_answers."
 )
 _PARTS = flags.DEFINE_list(
-  "parts", ["train_t0", "train_t1"], "Which of its training parts to use."
+  "parts", ["train_t0"], "Which of its training parts to use."
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
 _TEMPERATURES = flags.DEFINE_list(
   "temperatures", ["0"], "Temperatures to decode at; 0 must be among them."
 )
 _EVAL = flags.DEFINE_integer(
-  "eval_prompts", 120, "How many of the held-out prompts.", lower_bound=1
+  "eval_prompts", 96, "How many of the held-out prompts.", lower_bound=1
 )
 _STEPS = flags.DEFINE_integer(
-  "steps", 800, "Optimiser steps of each drafter.", lower_bound=1
+  "steps", 500, "Optimiser steps of each drafter.", lower_bound=1
 )
-_BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a draft block.")
+_BLOCK = flags.DEFINE_integer("block_size", 8, "Slots of a draft block.")
 _LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
 
 

@@ -46,7 +46,7 @@ _NEW = flags.DEFINE_integer(
   "new_tokens", 144, "Tokens of an answer.", lower_bound=2
 )
 _STEPS = flags.DEFINE_integer(
-  "steps", 400, "Optimiser steps of each drafter.", lower_bound=1
+  "steps", 500, "Optimiser steps of each drafter.", lower_bound=1
 )
 _BLOCK = flags.DEFINE_integer("block_size", 8, "Slots of a draft block.")
 _LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)

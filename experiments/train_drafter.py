@@ -55,7 +55,7 @@ _CHUNK = flags.DEFINE_integer(
 _OPTIMIZER = flags.DEFINE_enum(
   "optimizer", "muon", configs.OPTIMIZERS, "Which optimiser."
 )
-_LR = flags.DEFINE_float("learning_rate", 0.01, "Peak learning rate.")
+_LR = flags.DEFINE_float("learning_rate", 0.02, "Peak learning rate.")
 _DECAY = flags.DEFINE_float("weight_decay", 0.0, "Weight decay.")
 _EVERY = flags.DEFINE_integer(
   "checkpoint_every", 100, "Steps between checkpoints.", lower_bound=1

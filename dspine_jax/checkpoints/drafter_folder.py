@@ -155,7 +155,7 @@ def load_drafter(folder: pathlib.Path | str) -> DrafterCheckpoint:
   path = folder / "config.json"
   cfg = drafter_config(hf_config.read_json(path), path)
   arrays = tensors.read_tensors(folder)
-  ready = arrays.get("transfer_ready", np.asarray(True))
+  ready = arrays.get("transfer_ready", arrays.get("model.transfer_ready", True))
   if not bool(ready):
     raise ValueError(f"{folder}: transfer_ready is false: codes were not built")
   method = methods.drafter(cfg)

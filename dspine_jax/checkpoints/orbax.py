@@ -96,7 +96,11 @@ def _as_data(tree: PyTree) -> PyTree:
 
 def _as_keys(tree: PyTree, like: PyTree) -> PyTree:
   return jax.tree.map(
-    lambda leaf, ref: jax.random.wrap_key_data(leaf) if _is_key(ref) else leaf,
+    lambda leaf, ref: (
+      jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(ref))
+      if _is_key(ref)
+      else leaf
+    ),
     tree,
     like,
   )

@@ -50,7 +50,7 @@ def train_config(steps: int, seed: int) -> configs.TrainConfig:
   """One trainer for both methods."""
   return configs.TrainConfig(
     optimizer=configs.OptimizerConfig(
-      name="muon", learning_rate=0.01, total_steps=steps
+      name="muon", learning_rate=0.02, total_steps=steps
     ),
     batch_size=8,
     num_anchors=16,
