@@ -119,7 +119,7 @@ def test_gradients_are_those_of_weighted_cross_entropy():
   assert not from_head.any()
 
 
-@pytest.mark.parametrize("chunk_size", [1, 8, 11])
+@pytest.mark.parametrize("chunk_size", [2, 11])
 def test_chunks_change_neither_the_loss_nor_its_gradient(chunk_size):
   (want, want_report), (want_grad, _) = evaluate(9.0)
   (value, report), (grad, _) = evaluate(9.0, chunk_size)

@@ -94,7 +94,7 @@ def window(denominator, ce_scale=None, beta=BETA):
 
 @functools.partial(jax.jit, static_argnames="chunk_size")
 def loss_and_grads(
-  params, output, supervision, denominator, ce_scale=None, *, chunk_size
+  params, output, supervision, denominator, ce_scale, *, chunk_size
 ):
   def loss(params, output):
     return dspine.loss(
@@ -109,6 +109,21 @@ def loss_and_grads(
     )
 
   return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, output)
+
+
+def evaluate(
+  supervision=None, *, denominator=11.0, ce_scale=None, chunk_size=3
+):
+  """((value, report), gradients) of the example."""
+  output, default = example()
+  return loss_and_grads(
+    SETUP.params,
+    as_dict(output),
+    default if supervision is None else supervision,
+    denominator,
+    ce_scale,
+    chunk_size=chunk_size,
+  )
 
 
 @functools.cache
@@ -232,15 +247,7 @@ def oracle_loss(denominator, ce_scale=None):
 )
 def test_the_loss_is_the_weighted_mean_of_its_parts(denominator, ce_scale):
   # A denominator below one counts as one.
-  output, supervision = example()
-  (value, report), _ = loss_and_grads(
-    SETUP.params,
-    as_dict(output),
-    supervision,
-    denominator,
-    ce_scale,
-    chunk_size=3,
-  )
+  (value, report), _ = evaluate(denominator=denominator, ce_scale=ce_scale)
   want, sums = oracle_loss(denominator, ce_scale)
   assert float(value) == pytest.approx(want, rel=VALUE_TOLERANCE)
   assert set(report.sums) == set(sums)
@@ -251,10 +258,8 @@ def test_the_loss_is_the_weighted_mean_of_its_parts(denominator, ce_scale):
 
 
 def test_the_report_counts_supervised_slots_hits_and_prefixes():
-  output, supervision = example()
-  (_, report), _ = loss_and_grads(
-    SETUP.params, as_dict(output), supervision, 11.0, chunk_size=3
-  )
+  supervision = example()[1]
+  (_, report), _ = evaluate()
   valid = np.asarray(supervision.valid)
   for name, field in (
     ("hit", "hits"),
@@ -311,9 +316,10 @@ def whole_loss_and_grads(params, output, supervision, denominator):
 def test_the_chunked_loss_equals_the_whole_one_with_all_gradients(chunk_size):
   # Of eight blocks: dividing, not dividing, more than there are.
   output, supervision = example()
-  arguments = (SETUP.params, as_dict(output), supervision, 11.0)
-  (value, _), grads = loss_and_grads(*arguments, chunk_size=chunk_size)
-  want, want_grads = whole_loss_and_grads(*arguments)
+  (value, _), grads = evaluate(chunk_size=chunk_size)
+  want, want_grads = whole_loss_and_grads(
+    SETUP.params, as_dict(output), supervision, 11.0
+  )
   assert float(value) == pytest.approx(float(want), rel=CHUNK_TOLERANCE)
 
   def close(path, got, want):
@@ -332,7 +338,7 @@ def test_the_chunked_loss_equals_the_whole_one_with_all_gradients(chunk_size):
 
 
 def test_what_is_not_supervised_never_matters():
-  output, supervision = example()
+  supervision = example()[1]
   masked = ~np.asarray(supervision.valid)
   assert masked[:, :2].any() and not masked.all()
   labels = jnp.where(masked, (supervision.labels + 5) % 60, supervision.labels)
@@ -345,19 +351,15 @@ def test_what_is_not_supervised_never_matters():
       masked[..., None], 2 * supervision.teacher, supervision.teacher
     ),
   )
-  arguments = (SETUP.params, as_dict(output))
-  got = loss_and_grads(*arguments, other, 11.0, chunk_size=3)
-  want = loss_and_grads(*arguments, supervision, 11.0, chunk_size=3)
+  got, want = evaluate(other), evaluate()
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     np.testing.assert_array_equal(a, b)
 
 
 def test_the_scale_of_the_alignment_is_detached():
-  output, supervision = example()
-  arguments = (SETUP.params, as_dict(output), supervision, 11.0)
-  (value, report), grads = loss_and_grads(*arguments, chunk_size=3)
-  scale = report.sums["ce"] / report.weight
-  (same, _), constant = loss_and_grads(*arguments, scale, chunk_size=3)
+  (value, report), grads = evaluate()
+  scale = float(report.sums["ce"] / report.weight)
+  (same, _), constant = evaluate(ce_scale=scale)
   assert float(value) == pytest.approx(float(same), rel=1e-6)
   for got, want in zip(
     jax.tree.leaves(grads), jax.tree.leaves(constant), strict=True
@@ -366,15 +368,13 @@ def test_the_scale_of_the_alignment_is_detached():
 
 
 def test_a_batch_without_supervision_has_zero_loss_and_gradient():
-  output, supervision = example()
+  supervision = example()[1]
   nothing = dataclasses.replace(
     supervision,
     valid=jnp.zeros_like(supervision.valid),
     weights=jnp.zeros_like(supervision.weights),
   )
-  (value, report), grads = loss_and_grads(
-    SETUP.params, as_dict(output), nothing, 0.0, chunk_size=3
-  )
+  (value, report), grads = evaluate(nothing, denominator=0.0)
   assert float(value) == 0
   assert not report.hits.any() and not report.supervised.any()
   for leaf in jax.tree.leaves(grads):

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -224,16 +225,15 @@ def proposals():
     hidden=result.output.hidden.reshape(8, 1, CFG.block_size, -1),
     pre_injection=result.output.pre_injection.reshape(8, 1, CFG.block_size, -1),
   )
-  proposal = dspine.propose(
-    SETUP.params,
-    SETUP.buffers,
-    SETUP.tables,
-    single,
-    anchors.reshape(8),
+  propose = functools.partial(
+    dspine.propose,
     cfg=CFG,
     sampling_cfg=configs.SamplingConfig(),
     kind="greedy",
     keys=jax.random.split(jax.random.key(0), 8),
+  )
+  proposal = jax.jit(propose)(
+    SETUP.params, SETUP.buffers, SETUP.tables, single, anchors.reshape(8)
   )
   assert proposal.probs is None
   return proposal.tokens.reshape(2, 4, -1)
@@ -294,7 +294,7 @@ def test_refinement_replaces_the_predicted_write_of_the_last_layer():
   )
   predicted = read / np.linalg.norm(read, axis=-1, keepdims=True)
   assert predicted.shape[-1] == rank
-  got = dspine.refine(
+  got = jax.jit(dspine.refine, static_argnums=3)(
     last,
     u[:, :, 2:],
     jnp.asarray(predicted[:, :, 1:-1], jnp.float32),

@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
@@ -5,13 +6,15 @@ from jax import numpy as jnp
 from dspine_jax import attention_masks
 from tests import oracles
 
+anchor_blocks = jax.jit(
+  attention_masks.anchor_blocks,
+  static_argnames=("context_length", "block_size", "is_causal"),
+)
+
 
 def dense(anchors, keep, **options):
-  return np.asarray(
-    attention_masks.anchor_blocks(
-      jnp.asarray(anchors, jnp.int32), jnp.asarray(keep, bool), **options
-    )
-  )
+  anchors, keep = jnp.asarray(anchors, jnp.int32), jnp.asarray(keep, bool)
+  return np.asarray(anchor_blocks(anchors, keep, **options))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
