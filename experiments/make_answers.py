@@ -26,7 +26,7 @@ _CORPUS = flags.DEFINE_string(
   "corpus", None, "Folder of *.py files; default: the standard library."
 )
 _TRAIN = flags.DEFINE_integer(
-  "train_prompts", 2000, "Training prompts per temperature.", lower_bound=1
+  "train_prompts", 2200, "Training prompts per temperature.", lower_bound=1
 )
 _EVAL = flags.DEFINE_integer(
   "eval_prompts", 200, "Held-out prompts.", lower_bound=1
