@@ -475,8 +475,7 @@ def run_app(main: Callable[[Sequence[str]], Any]) -> None:
 
   def guarded(argv: Sequence[str]) -> Any:
     if not flags.FLAGS["verbosity"].present:
-      # The libraries' start-up notes would bury the progress line.
-      logging.set_verbosity(logging.WARNING)
+      logging.set_verbosity(logging.WARNING)  # Start-up notes of libraries.
     try:
       if len(argv) > 1:
         raise ValueError(f"unexpected arguments: {shlex.join(argv[1:])}")

@@ -5,8 +5,8 @@ import pathlib
 import re
 import subprocess
 
-import jax
 import pytest
+from jax import numpy as jnp
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,9 +21,9 @@ def test_python_blocks_run_in_order():
   assert namespace["tokens"].shape == (2, 7)
   assert int(namespace["out"].num_tokens[0]) > 0
   assert namespace["verdict"].accepted.shape == (2,)
-  for tree in (namespace["gradient"], namespace["slope"]):
-    for leaf in jax.tree.leaves(tree):
-      assert bool((abs(leaf) < 1e6).all()) and bool((leaf != 0).any())
+  # A fresh injection writes zeros: only the write itself has a gradient.
+  for leaf in (namespace["gradient"]["write"]["kernel"], namespace["slope"]):
+    assert bool(jnp.isfinite(leaf).all()) and bool((leaf != 0).any())
 
 
 def commands() -> list[str]:
@@ -45,7 +45,7 @@ def test_commands_name_scripts_and_flags_that_exist(command):
 
 def test_make_targets_exist():
   makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-  for target in re.findall(r"`?make ([a-z-]+)`?", README):
+  for target in re.findall(r"(?:^    |`)make ([a-z-]+)", README, re.M):
     assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
