@@ -171,7 +171,7 @@ def time_parts(target, drafter, prompt, decode, *, repeats: int) -> dict:
   state = generate.start(
     target,
     drafter,
-    prompt[None],
+    jnp.asarray(prompt)[None],
     jnp.asarray([len(prompt)]),
     decode=decode,
     keys=jax.random.key(0)[None],

@@ -56,6 +56,9 @@ def run(script: str, **values) -> Done:
   assert spec is not None and spec.origin is not None
   out, err, status = io.StringIO(), io.StringIO(), 0
   old = sys.argv
+  imported = _flags_of_imported_scripts()
+  for name in imported:
+    delattr(flags.FLAGS, name)
   sys.argv = [spec.origin, *arguments(**values)]
   try:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -67,8 +70,20 @@ def run(script: str, **values) -> Done:
     own = flags.FLAGS.flags_by_module_dict().get(spec.origin, ())
     for flag in list(own):
       delattr(flags.FLAGS, flag.name)
+    for name, flag in imported.items():
+      flags.FLAGS[name] = flag
     flags.FLAGS.unparse_flags()
   return Done(status, out.getvalue(), err.getvalue())
+
+
+def _flags_of_imported_scripts() -> dict[str, flags.Flag]:
+  """Flags that other tests defined by importing a script as a module."""
+  return {
+    flag.name: flag
+    for module, own in flags.FLAGS.flags_by_module_dict().items()
+    if module.startswith("experiments.")
+    for flag in own
+  }
 
 
 def run_well(script: str, **values) -> Done:

@@ -85,13 +85,15 @@ def drafter_config(
       target_layer_ids=tuple(taps),
       num_target_layers=num_target_layers,
       is_causal=bool(config.get("is_causal", is_dspine)),
-      decay_gamma=(
-        7.0 if is_dspine else configs.default_decay_gamma(block_size)
+      sample_from_anchor=bool(own.get("sample_from_anchor", False)),
+      decay_gamma=float(
+        own.get("loss_decay_gamma")
+        or (7.0 if is_dspine else configs.default_decay_gamma(block_size))
       ),
       dspine=_dspine_options(config, num_layers) if is_dspine else None,
     )
   except ValueError as error:
-    raise ValueError(f"{path}: {error}") from None
+    raise hf_config.with_path(error, path) from None
 
 
 def _dspine_options(
@@ -115,7 +117,9 @@ def drafter_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
     "attention_bias": False,
     "block_size": cfg.block_size,
     "dflash_config": {
+      "loss_decay_gamma": cfg.decay_gamma,
       "mask_token_id": cfg.mask_token_id,
+      "sample_from_anchor": cfg.sample_from_anchor,
       "target_layer_ids": list(cfg.target_layer_ids),
     },
     "dtype": "float32",

@@ -53,11 +53,20 @@ def rope_scaling(
     raise ValueError(
       f"{path}: rope scaling {kind!r} is not implemented (default, llama3)"
     )
+  values = {
+    name: require_key(scaling, name, f"{path}: rope scaling")
+    for name in (
+      "factor",
+      "low_freq_factor",
+      "high_freq_factor",
+      "original_max_position_embeddings",
+    )
+  }
   return configs.RopeScaling(
-    factor=float(scaling["factor"]),
-    low_freq_factor=float(scaling["low_freq_factor"]),
-    high_freq_factor=float(scaling["high_freq_factor"]),
-    original_max_positions=int(scaling["original_max_position_embeddings"]),
+    factor=float(values["factor"]),
+    low_freq_factor=float(values["low_freq_factor"]),
+    high_freq_factor=float(values["high_freq_factor"]),
+    original_max_positions=int(values["original_max_position_embeddings"]),
   )
 
 
@@ -89,6 +98,12 @@ def refuse_unimplemented(config: Mapping[str, Any], path: object) -> None:
     raise ValueError(f"{path}: use_sliding_window=true is not implemented")
 
 
+def with_path(error: ValueError, path: object) -> ValueError:
+  """The error with the file named in front, once."""
+  text = str(error)
+  return error if text.startswith(str(path)) else ValueError(f"{path}: {text}")
+
+
 def _token_ids(value: Any) -> tuple[int, ...]:
   if value is None:
     return ()
@@ -112,23 +127,26 @@ def target_config(
   refuse_unimplemented(config, path)
   hidden_size = require_key(config, "hidden_size", path)
   num_heads = require_key(config, "num_attention_heads", path)
-  return configs.TargetConfig(
-    vocab_size=require_key(config, "vocab_size", path),
-    hidden_size=hidden_size,
-    intermediate_size=require_key(config, "intermediate_size", path),
-    num_layers=require_key(config, "num_hidden_layers", path),
-    num_heads=num_heads,
-    num_kv_heads=config.get("num_key_value_heads") or num_heads,
-    head_dim=config.get("head_dim") or hidden_size // num_heads,
-    rope_theta=rope_theta(config),
-    rope_scaling=rope_scaling(config, path),
-    rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-    qk_norm=family == "qwen3",
-    tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-    max_positions=config.get("max_position_embeddings", 40960),
-    eos_token_ids=_token_ids(config.get("eos_token_id")),
-    bos_token_id=config.get("bos_token_id"),
-  )
+  try:
+    return configs.TargetConfig(
+      vocab_size=require_key(config, "vocab_size", path),
+      hidden_size=hidden_size,
+      intermediate_size=require_key(config, "intermediate_size", path),
+      num_layers=require_key(config, "num_hidden_layers", path),
+      num_heads=num_heads,
+      num_kv_heads=config.get("num_key_value_heads") or num_heads,
+      head_dim=config.get("head_dim") or hidden_size // num_heads,
+      rope_theta=rope_theta(config),
+      rope_scaling=rope_scaling(config, path),
+      rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+      qk_norm=family == "qwen3",
+      tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+      max_positions=config.get("max_position_embeddings", 40960),
+      eos_token_ids=_token_ids(config.get("eos_token_id")),
+      bos_token_id=config.get("bos_token_id"),
+    )
+  except ValueError as error:
+    raise with_path(error, path) from None
 
 
 def target_json(cfg: configs.TargetConfig) -> dict[str, Any]:

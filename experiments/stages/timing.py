@@ -14,7 +14,7 @@ def time_generation(target, drafter, prompts, decode) -> dict:
   equal = 0
   for index, prompt in enumerate(prompts):
     length = jnp.asarray([len(prompt)])
-    arguments = (prompt[None], length)
+    arguments = (jnp.asarray(prompt)[None], length)
 
     def plain(arguments=arguments):
       return generate.autoregressive(

@@ -128,8 +128,9 @@ def test_train_target_writes_an_ordinary_folder_and_its_results(target_run):
   assert (target_run / "target" / "tokenizer.json").exists()
   results = read_json(target_run / "results.json")
   assert results == read_json(target_run / "target" / "ORIGIN.json")
-  # Random guessing among 300 tokens of about two bytes is some 4 bits a byte.
-  assert 1 < results["held_out_bits_per_byte"] < 5
+  # Guessing among 300 tokens of about two bytes is some 4 bits a byte; a few
+  # steps may be worse than that.
+  assert 1 < results["held_out_bits_per_byte"] < 8
   assert results["held_out_bits_per_byte_bf16"] == pytest.approx(
     results["held_out_bits_per_byte"], rel=0.01
   )

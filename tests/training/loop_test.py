@@ -123,7 +123,10 @@ def fixture_whole(request, tmp_path_factory):
 
 
 def assert_equal(found, expected):
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  leaves = jax.tree.leaves(found), jax.tree.leaves(expected)
+  for a, b in zip(*leaves, strict=True):
+    np.testing.assert_array_equal(a, b)
 
 
 def assert_finite(tree):

@@ -107,10 +107,10 @@ def fixture_both(request):
 def assert_close(found, expected):
   """Equal within `TOLERANCE` of each array's largest element."""
 
-  def compare(a, b):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  leaves = jax.tree.leaves(found), jax.tree.leaves(expected)
+  for a, b in zip(*leaves, strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * np.abs(b).max())
-
-  jax.tree.map(compare, found, expected)
 
 
 def test_a_window_of_micro_batches_is_one_large_batch(both):
