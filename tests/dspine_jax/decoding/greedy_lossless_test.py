@@ -32,7 +32,7 @@ FREE = configs.DecodeConfig(max_new_tokens=MAX_NEW + LARGEST_BLOCK)
 # order 5: a smaller margin may be decided by rounding.
 ROUNDING = 1e-5
 
-FAST = [("scripted", 4, 8, 5), ("dspine", 8, 8, 3)]
+FAST = [("scripted", 4, 8, 8), ("dspine", 8, 8, 3)]
 SLOW = [
   *[("scripted", block, 8, 27) for block in (2, 4, 8, 16)],
   *[("dflash", block, 8, 20) for block in (2, 4, 8, 16)],
