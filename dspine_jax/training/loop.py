@@ -65,6 +65,8 @@ def train(
   state, buffers = step_lib.init(cfg, train_cfg, tables)
   if checkpoints is not None and checkpoints.latest_step() is not None:
     state, _ = checkpoints.restore(state)
+  # Fresh states are placed like restored ones: one program serves both.
+  state = jax.device_put(state, jax.local_devices()[0])
   train_step = step_lib.make_train_step(cfg, train_cfg)
   first, total = int(state.step), train_cfg.optimizer.total_steps
   on_start(first)
