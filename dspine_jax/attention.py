@@ -7,15 +7,16 @@ ever made. Masks are boolean, True = may attend; a row that may attend nothing
 gives zeros. Not here: which positions may be seen (`attention_masks.py`).
 """
 
+import jax
 from flax import struct
 from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-# Finite, so that no row is NaN. The maximum of a row is kept above _FLOOR, so
-# that exp(_MASKED - maximum) is exactly zero even where everything is masked.
-_MASKED = -1e30
-_FLOOR = -1e29
+# Finite, so that no row is NaN. The maximum of a row is kept above FLOOR, so
+# that exp(MASKED - maximum) is exactly zero even where everything is masked.
+MASKED = -1e30
+FLOOR = -1e29
 
 
 @struct.dataclass
@@ -33,6 +34,7 @@ class PartialAttention:
   total: Float[Array, "*b q t 1"]
 
 
+@jax.custom_vjp
 def partial_attention(
   q: Float[Array, "*b t q h"],
   k: Float[Array, "*b g s h"],
@@ -41,46 +43,100 @@ def partial_attention(
 ) -> PartialAttention:
   """Scores of `q` against one part of the keys.
 
+  The gradient is written out, since the one that autodiff derives contracts
+  over the rows of a transposed matrix, which XLA:CPU does at a fifth of its
+  peak.
+
   Args:
     q: queries, heads second to last; Q is a multiple of G.
     k: keys, heads before positions (the layout of the cache).
     v: values, like `k`.
     mask: True where query t may attend key s; the same for all heads.
   """
+  return _forward(q, k, v, mask)[0]
+
+
+def _forward(q, k, v, mask):
+  """The result, and what the gradient needs: q by key head, k, v, weights."""
   *batch, num_queries, num_heads, head_dim = q.shape
   groups, num_keys = k.shape[-3], k.shape[-2]
   repeat = num_heads // groups
   # One product a key head: its `repeat` query heads are rows of one matrix.
-  q = jnp.swapaxes(q, -3, -2)
-  q = q.reshape(*batch, groups, repeat * num_queries, head_dim)
-  scores = jnp.einsum(
-    "...gth,...gsh->...gts", q, k, preferred_element_type=jnp.float32
-  )
-  scores = scores * head_dim**-0.5
+  rows = jnp.swapaxes(q, -3, -2)
+  rows = rows.reshape(*batch, groups, repeat * num_queries, head_dim)
+  scores = product("...gth,...gsh->...gts", rows, k) * head_dim**-0.5
   scores = scores.reshape(*batch, groups, repeat, num_queries, num_keys)
-  mask = mask[..., None, None, :, :]
-  scores = jnp.where(mask, scores, _MASKED)
-  maximum = jnp.max(lax.stop_gradient(scores), axis=-1, keepdims=True)
-  maximum = jnp.maximum(maximum, _FLOOR)
+  scores = jnp.where(mask[..., None, None, :, :], scores, MASKED)
+  maximum = jnp.max(scores, axis=-1, keepdims=True)
+  maximum = jnp.maximum(maximum, FLOOR)
   weights = jnp.exp(scores - maximum)
   total = jnp.sum(weights, axis=-1, keepdims=True)
   weights = weights.reshape(*batch, groups, repeat * num_queries, num_keys)
-  weighted = jnp.einsum(
-    "...gts,...gsh->...gth",
-    weights.astype(v.dtype),
-    v,
-    preferred_element_type=jnp.float32,
-  )
+  weights = weights.astype(v.dtype)
+  weighted = product("...gts,...gsh->...gth", weights, v)
   heads = (*batch, num_heads, num_queries)
-  return PartialAttention(
+  out = PartialAttention(
     weighted=weighted.reshape(*heads, head_dim),
     maximum=maximum.reshape(*heads, 1),
     total=total.reshape(*heads, 1),
   )
+  return out, (rows, k, v, weights)
+
+
+def _backward(residuals, cotangent: PartialAttention):
+  # The maximum has none: `merge` gives the same result for any of them.
+  rows, k, v, weights = residuals
+  *heads, num_queries, _ = cotangent.weighted.shape
+  d_rows, d_k, d_v = scores_backward(
+    rows,
+    k,
+    v,
+    weights,
+    cotangent.weighted.reshape(rows.shape),
+    cotangent.total.reshape(*rows.shape[:-1], 1),
+  )
+  d_q = jnp.swapaxes(d_rows.reshape(*heads, num_queries, -1), -3, -2)
+  # Behind the barrier the transpose is no longer folded into the product.
+  d_k, d_v = (
+    jnp.swapaxes(part, -2, -1) for part in lax.optimization_barrier((d_k, d_v))
+  )
+  return d_q.astype(rows.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+partial_attention.defvjp(_forward, _backward)
+
+
+def scores_backward(rows, k, v, weights, weighted, total):
+  """Cotangents of rows [..., G, T, H] and, transposed, of k and v.
+
+  Args:
+    rows: queries by key head.
+    k: keys [..., G, S, H].
+    v: values, like `k`.
+    weights: exp(score - maximum), [..., G, T, S].
+    weighted: cotangent of the weighted values, like `rows`.
+    total: cotangent of the sum of weights, [..., G, T, 1].
+
+  Returns:
+    d_rows like `rows`, d_k and d_v as [..., G, H, S], all float32.
+  """
+  weighted = weighted.astype(v.dtype)
+  d_scores = product("...gth,...gsh->...gts", weighted, v) + total
+  d_scores = (weights * d_scores * rows.shape[-1] ** -0.5).astype(k.dtype)
+  return (
+    product("...gts,...gsh->...gth", d_scores, k),
+    product("...gth,...gts->...ghs", rows, d_scores),
+    product("...gth,...gts->...ghs", weighted, weights.astype(v.dtype)),
+  )
+
+
+def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  """An einsum of two arrays, accumulated and returned in float32."""
+  return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
 def merge(
-  *parts: PartialAttention, dtype: jnp.dtype
+  *parts: PartialAttention, dtype: jax.typing.DTypeLike
 ) -> Float[Array, "*b t q h"]:
   """Softmax over the union of the parts' keys; rows without keys give zeros."""
   maximum = parts[0].maximum

@@ -57,8 +57,8 @@ def run(script: str, **values) -> Done:
   out, err, status = io.StringIO(), io.StringIO(), 0
   old = sys.argv
   imported = _flags_of_imported_scripts()
-  for name in imported:
-    delattr(flags.FLAGS, name)
+  for _, flag in imported:
+    delattr(flags.FLAGS, flag.name)
   sys.argv = [spec.origin, *arguments(**values)]
   try:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -70,20 +70,22 @@ def run(script: str, **values) -> Done:
     own = flags.FLAGS.flags_by_module_dict().get(spec.origin, ())
     for flag in list(own):
       delattr(flags.FLAGS, flag.name)
-    for name, flag in imported.items():
-      flags.FLAGS[name] = flag
+    for module, flag in imported:
+      flags.FLAGS[flag.name] = flag
+      # Without its module a flag would be nobody's, and never be found here.
+      flags.FLAGS.register_flag_by_module(module, flag)
     flags.FLAGS.unparse_flags()
   return Done(status, out.getvalue(), err.getvalue())
 
 
-def _flags_of_imported_scripts() -> dict[str, flags.Flag]:
-  """Flags that other tests defined by importing a script as a module."""
-  return {
-    flag.name: flag
+def _flags_of_imported_scripts() -> list[tuple[str, flags.Flag]]:
+  """(module, flag) of what other tests defined by importing a script."""
+  return [
+    (module, flag)
     for module, own in flags.FLAGS.flags_by_module_dict().items()
     if module.startswith("experiments.")
     for flag in own
-  }
+  ]
 
 
 def run_well(script: str, **values) -> Done:

@@ -175,7 +175,7 @@ def block_inputs(params, batch, anchors, keep, replace, cfg):
     context=backbone.context_kv(
       params["backbone"], batch.context_features, positions, cfg=cfg
     ),
-    replace=replace,
+    replaced=replace,
   )
 
 

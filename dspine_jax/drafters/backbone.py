@@ -16,7 +16,13 @@ from flax import linen as nn
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspine_jax import attention, attention_masks, configs, layers
+from dspine_jax import (
+  attention,
+  attention_masks,
+  configs,
+  context_attention,
+  layers,
+)
 from dspine_jax.drafters import contract
 from dspine_jax.typing import (
   BlockHidden,
@@ -83,31 +89,21 @@ class DraftLayer(nn.Module):
     k, v = self.self_attn.keys_values(context, rope)
     return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
-  def __call__(self, h, rope, context, context_mask, own_mask, around):
+  def __call__(self, h, rope, context, visible, own_mask, around):
     def attend(x):
-      return self._attend(x, rope, context, context_mask, own_mask)
+      return self._attend(x, rope, context, visible, own_mask)
 
     h = h + around("attention", attend, self.input_layernorm(h))
     return h + around("mlp", self.mlp, self.post_attention_layernorm(h))
 
-  def _attend(self, x, rope, context, context_mask, own_mask):
-    batch, blocks, slots, _ = x.shape
+  def _attend(self, x, rope, context, visible, own_mask):
     q = self.self_attn.queries(x, rope)
     k, v = self.self_attn.keys_values(x, rope)
     own = attention.partial_attention(
       q, jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3), own_mask
     )
-    rows = q.reshape(batch, blocks * slots, *q.shape[3:])
     context_k, context_v = (part.astype(x.dtype) for part in context)
-    seen = attention.partial_attention(
-      rows, context_k, context_v, jnp.repeat(context_mask, slots, axis=1)
-    )
-
-    def per_block(part):
-      part = part.reshape(batch, -1, blocks, slots, part.shape[-1])
-      return jnp.swapaxes(part, 1, 2)
-
-    seen = jax.tree.map(per_block, seen)
+    seen = context_attention.context_attention(q, context_k, context_v, visible)
     return self.self_attn.output(attention.merge(own, seen, dtype=x.dtype))
 
 
@@ -127,10 +123,10 @@ def init(key: Key, cfg: configs.DrafterConfig) -> Params:
   h = jnp.zeros((1, 1, 1, cfg.hidden_size))
   rope = layers.rope_table(jnp.zeros((1, 1, 1), jnp.int32), cfg.head_dim, 1.0)
   context = (jnp.zeros((1, cfg.num_kv_heads, 1, cfg.head_dim)),) * 2
-  mask = jnp.ones((1, 1, 1), bool)
+  visible, mask = jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1), bool)
 
   def one_layer(key):
-    arguments = (h, rope, context, mask, mask[0], lambda name, f, x: f(x))
+    arguments = (h, rope, context, visible, mask, lambda name, f, x: f(x))
     return layer.init(key, *arguments)["params"]
 
   taps = len(cfg.target_layer_ids)
@@ -226,9 +222,7 @@ def run_blocks(
   h = jax.lax.stop_gradient(tables.embedding)[ids].astype(dtype)
   offsets = jnp.arange(cfg.block_size)[None, None, :]
   rope = _rope(inputs.anchors[..., None] + offsets, cfg)
-  context_length = jax.tree.leaves(inputs.context)[0].shape[-2]
   visible = jnp.where(inputs.keep, inputs.anchors, 0)
-  context_mask = attention_masks.prefix(visible, context_length)
   own_mask = attention_masks.in_block(cfg.block_size, is_causal=cfg.is_causal)
   layer = DraftLayer(cfg)
 
@@ -243,7 +237,7 @@ def run_blocks(
       h,
       rope,
       context,
-      context_mask,
+      visible,
       own_mask[None, None],
       around,
     )

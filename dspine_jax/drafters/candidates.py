@@ -15,8 +15,13 @@ from jaxtyping import Array, Float, Int
 def top_candidates(
   logits: Float[Array, "*bm v"], top_k: int
 ) -> tuple[Float[Array, "*bm c"], Int[Array, "*bm c"]]:
-  """The top-k logits and their token ids, descending."""
-  values, ids = jax.lax.top_k(logits, top_k)
+  """The top-k logits and their token ids, descending.
+
+  The barrier keeps later slices of the ids from being merged with the one that
+  is part of top-k: XLA:CPU would then no longer recognise top-k and sort the
+  whole vocabulary, at a hundred times the cost.
+  """
+  values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, top_k))
   return values, ids
 
 

@@ -44,14 +44,14 @@ class BlockInputs:
     tokens: [B, N, K] int32, true token of each slot. Only slot 0 is read,
       unless predecessors are replaced.
     context: per layer (k, v), each [B, G, S, H]; see `backbone.context_kv`.
-    replace: [B, N] bool, blocks that read true predecessors, or None.
+    replaced: [B, N] bool, blocks that read true predecessors, or None.
   """
 
   anchors: Anchors
   keep: BlockKeep
   tokens: BlockTokens
   context: PyTree
-  replace: Bool[Array, "b n"] | None = None
+  replaced: Bool[Array, "b n"] | None = None
 
 
 @struct.dataclass

@@ -70,16 +70,16 @@ def forward(
 ) -> contract.DrafterOutput:
   """Backbone with an injection after every layer (section 4).
 
-  Blocks in `inputs.replace` read their true predecessors in the first
+  Blocks in `inputs.replaced` read their true predecessors in the first
   `replacement_layers` layers (section 7).
   """
   core, inject = params["backbone"], params["injection"]
   replacement_layers = options_of(cfg).replacement_layers
   codes = jax.lax.stop_gradient(buffers["transfer_codes"])
   block_codes = codes[inputs.tokens]
-  replace = inputs.replace
-  if replace is None:
-    replace = jnp.zeros(inputs.keep.shape, bool)
+  replaced = inputs.replaced
+  if replaced is None:
+    replaced = jnp.zeros(inputs.keep.shape, bool)
 
   over_blocks = jax.vmap(
     injection.adjacent_injection, in_axes=(None, None, 0, 0, 0)
@@ -87,8 +87,8 @@ def forward(
   over_requests = jax.vmap(over_blocks, in_axes=(None, None, 0, 0, 0))
 
   def after(layer, index, h):
-    replaced = replace & (index < replacement_layers)
-    h_after = over_requests(inject["shared"], layer, h, block_codes, replaced)
+    here = replaced & (index < replacement_layers)
+    h_after = over_requests(inject["shared"], layer, h, block_codes, here)
     return h_after, (h, injection.feature(layer, h_after))
 
   variant = backbone.plain(core)._replace(

@@ -69,7 +69,7 @@ def feature(
   layer: Params, h: Float[Array, "*rows d"]
 ) -> Float[Array, "*rows r"]:
   """Predicted-token feature with coordinates of RMS 1, normed in float32."""
-  read = layers.matmul(h, layer["readout"]["kernel"])
+  read = _apart(layers.matmul(h, layer["readout"]["kernel"]))
   read32 = read.astype(jnp.float32)
   square = jnp.sum(jnp.square(read32), axis=-1, keepdims=True)
   scale = read.shape[-1] ** 0.5 * lax.rsqrt(jnp.maximum(square, _TINY))
@@ -104,7 +104,7 @@ def write(
   layer: Params, h: Float[Array, "*#rows d"], z: Float[Array, "*#rows z"]
 ) -> Float[Array, "*#rows d"]:
   """h + rms(h) O z."""
-  written = layers.matmul(z, layer["write"]["kernel"])
+  written = _apart(layers.matmul(z, layer["write"]["kernel"]))
   return h + (rms(h) * written).astype(h.dtype)
 
 
@@ -130,7 +130,18 @@ def adjacent_injection(
   """
   features = feature(layer, h)
   known = token_vector(block_codes).astype(h.dtype)
-  predicted = jnp.concatenate([known[:1], features[1:-1]])
-  predecessor = jnp.where(replaced, known[:-1], predicted)
-  z = message(shared, features[1:], predecessor)
-  return jnp.concatenate([h[:1], write(layer, h[1:], z)])
+  # Slot 0 goes through with an empty message: cheaper than cutting it off h.
+  predicted = jnp.concatenate([known[:1], known[:1], features[1:-1]])
+  true = jnp.concatenate([known[:1], known[:-1]])
+  z = message(shared, features, jnp.where(replaced, true, predicted))
+  is_written = jnp.arange(h.shape[0])[:, None] > 0
+  return write(layer, h, jnp.where(is_written, z, 0.0).astype(h.dtype))
+
+
+def _apart(product: jax.Array) -> jax.Array:
+  """Keeps what follows a product out of its gradient's operand.
+
+  XLA:CPU fuses the elementwise part of the cotangent into the transposed
+  operand of the kernel's gradient, and then gathers it column by column.
+  """
+  return lax.optimization_barrier(product)

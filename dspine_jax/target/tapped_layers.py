@@ -12,18 +12,14 @@ def tapped_layers(
   """Evenly spaced from layer 1 to layer L - 3, one per draft layer.
 
   tapped_layers(36, 5) = (1, 9, 17, 25, 33). One draft layer taps the middle.
-  Ties are rounded to even, as Python does (baselines, section 2.1).
-
-  Raises:
-    ValueError: if a layer that does not exist, or the last one, would be
-      tapped.
+  Ties are rounded to even, as Python does (baselines, section 2.1). A target
+  too shallow for its drafter gives repeats or layers that do not exist, as the
+  rule says; a configuration with them is refused (`check_tapped_layers`).
   """
   if num_draft_layers == 1:
-    ids = (num_target_layers // 2,)
-  else:
-    step = (num_target_layers - 4) / (num_draft_layers - 1)
-    ids = tuple(round(1 + i * step) for i in range(num_draft_layers))
-  return check_tapped_layers(ids, num_target_layers)
+    return (num_target_layers // 2,)
+  step = (num_target_layers - 4) / (num_draft_layers - 1)
+  return tuple(round(1 + i * step) for i in range(num_draft_layers))
 
 
 def check_tapped_layers(

@@ -106,7 +106,7 @@ def micro_loss(
     context=backbone.context_kv(
       params["backbone"], batch.context_features, positions, cfg=cfg
     ),
-    replace=draws.replace,
+    replaced=draws.replace,
   )
   output = method.forward(params, buffers, tables, inputs, cfg=cfg)
   return method.loss(

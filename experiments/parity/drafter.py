@@ -159,7 +159,7 @@ def forward(params, buffers, tables, blocks: Blocks, *, cfg):
     keep=blocks.keep,
     tokens=blocks.tokens,
     context=backbone.context_kv(core, blocks.features, positions, cfg=cfg),
-    replace=blocks.replaced,
+    replaced=blocks.replaced,
   )
   output = methods.drafter(cfg).forward(
     params, buffers, tables, inputs, cfg=cfg

@@ -319,12 +319,12 @@ def test_a_window_holds_the_rows_in_order_as_micro_batches():
     accumulation=3,
   )
   batches = loop.window(data, rows, cfg)
-  for micro, batch in itertools.product(range(3), range(2)):
-    row = rows[2 * micro + batch]
-    one = jax.tree.map(lambda leaf, at=(micro, batch): leaf[at], batches)
-    np.testing.assert_array_equal(one.tokens, data.answers.tokens[row])
-    np.testing.assert_array_equal(one.loss_mask, data.loss_mask[row])
-    np.testing.assert_array_equal(
-      one.context_features, data.context_features[row]
-    )
-    np.testing.assert_array_equal(one.last_hidden, data.last_hidden[row])
+  for at in itertools.product(range(3), range(2)):
+    row = rows[2 * at[0] + at[1]]
+    for found, expected in (
+      (batches.tokens, data.answers.tokens),
+      (batches.loss_mask, data.loss_mask),
+      (batches.context_features, data.context_features),
+      (batches.last_hidden, data.last_hidden),
+    ):
+      np.testing.assert_array_equal(found[at], expected[row])

@@ -1,0 +1,190 @@
+"""Attention of many draft blocks to the context before their anchors, in tiles.
+
+A training pass has thousands of block slots over one context. The whole score
+matrix of a layer would be its largest array, and half of it masked. Here tiles
+of blocks are taken one after another; each reads only as much of the context as
+its last anchor needs, and the backward pass computes its scores anew. Anchors
+come sorted, so neighbours need about the same prefix; in any other order the
+result is the same and only the time is not. Not here: the attention inside a
+block, which is joined by `attention.merge`.
+"""
+
+import functools
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspine_jax import attention, attention_masks
+
+# Scores that are taken in one piece: small enough for the cache of a core.
+_WHOLE = 2**20
+# Query tokens of a tile.
+_TILE_TOKENS = 256
+# A tile reads one of this many prefixes of the context. Each is a program of
+# its own, so more of them cost compile time.
+_PREFIXES = 4
+
+
+def context_attention(
+  q: Float[Array, "b n k q h"],
+  k: Float[Array, "b g s h"],
+  v: Float[Array, "b g s h"],
+  visible: Int[Array, "b n"],
+) -> attention.PartialAttention:
+  """Attention of each block to the first `visible` positions of its row.
+
+  Args:
+    q: queries of all block slots.
+    k: keys of the context.
+    v: values of the context.
+    visible: positions that a block sees, its anchor; 0 gives a part without
+      weight.
+
+  Returns:
+    Parts [B, N, Q, K, ...], as `attention.partial_attention` gives for blocks.
+  """
+  batch, blocks, slots, heads, _ = q.shape
+  num_keys = k.shape[2]
+  if batch * blocks * slots * heads * num_keys > _WHOLE:
+    return _tiled(q, k, v, visible)
+  rows = q.reshape(batch, blocks * slots, heads, -1)
+  mask = attention_masks.prefix(visible, num_keys)
+  part = attention.partial_attention(
+    rows, k, v, jnp.repeat(mask, slots, axis=1)
+  )
+
+  def per_block(x):
+    x = x.reshape(batch, heads, blocks, slots, x.shape[-1])
+    return jnp.swapaxes(x, 1, 2)
+
+  return jax.tree.map(per_block, part)
+
+
+@jax.custom_vjp
+def _tiled(q, k, v, visible):
+  return _tiled_forward(q, k, v, visible)[0]
+
+
+def _tiled_forward(q, k, v, visible):
+  tiles = _Tiles(q.shape, k.shape[1])
+  rows, bounds = tiles.cut(jnp.swapaxes(q, 2, 3)), tiles.bounds(visible)
+
+  def request(args):
+    k, v, per_tile = args
+    return lax.map(lambda tile: _on_prefix(_attend, k, v, *tile), per_tile)
+
+  parts = lax.map(request, (k, v, (bounds, rows)))
+  out = jax.tree.map(tiles.join, parts)
+  return out, (rows, k, v, bounds, parts.maximum)
+
+
+def _tiled_backward(residuals, cotangent: attention.PartialAttention):
+  rows, k, v, bounds, maximum = residuals
+  batch, blocks, heads, slots, width = cotangent.weighted.shape
+  tiles = _Tiles((batch, blocks, slots, heads, width), k.shape[1])
+  weighted, total = map(tiles.cut, (cotangent.weighted, cotangent.total))
+
+  def request(args):
+    k, v, per_tile = args
+
+    def add(sums, tile):
+      d_rows, *more = _on_prefix(_attend_backward, k, v, *tile)
+      return tuple(map(jnp.add, sums, more)), d_rows
+
+    zero = jnp.zeros(jnp.swapaxes(k, -2, -1).shape, jnp.float32)
+    return lax.scan(add, (zero, zero), per_tile)
+
+  per_tile = (bounds, rows, maximum, weighted, total)
+  (d_k, d_v), d_rows = lax.map(request, (k, v, per_tile))
+  d_q = jnp.swapaxes(tiles.join(d_rows), 2, 3)
+  d_k, d_v = (jnp.swapaxes(part, -2, -1) for part in (d_k, d_v))
+  return d_q.astype(rows.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_tiled.defvjp(_tiled_forward, _tiled_backward)
+
+
+class _Tiles:
+  """Blocks [B, N, Q, K, x] as tiles [B, tiles, G, rows, x] and back."""
+
+  def __init__(self, query_shape, groups: int):
+    self._batch, blocks, self._slots, heads, _ = query_shape
+    self._groups, self._repeat = groups, heads // groups
+    most = max(1, _TILE_TOKENS // self._slots)
+    self._size = max(n for n in range(1, most + 1) if blocks % n == 0)
+    self._count = blocks // self._size
+
+  def cut(self, x):
+    x = x.reshape(
+      self._batch,
+      self._count,
+      self._size,
+      self._groups,
+      self._repeat,
+      self._slots,
+      -1,
+    )
+    x = jnp.transpose(x, (0, 1, 3, 4, 2, 5, 6))
+    return x.reshape(self._batch, self._count, self._groups, -1, x.shape[-1])
+
+  def join(self, x):
+    x = x.reshape(
+      self._batch,
+      self._count,
+      self._groups,
+      self._repeat,
+      self._size,
+      self._slots,
+      -1,
+    )
+    x = jnp.transpose(x, (0, 1, 4, 2, 3, 5, 6))
+    heads = self._groups * self._repeat
+    return x.reshape(self._batch, -1, heads, self._slots, x.shape[-1])
+
+  def bounds(self, visible):
+    """[B, N] -> visible positions of each tile's rows, [B, tiles, rows]."""
+    x = visible.reshape(self._batch, self._count, 1, self._size, 1)
+    shape = (*x.shape[:2], self._repeat, self._size, self._slots)
+    return jnp.broadcast_to(x, shape).reshape(*x.shape[:2], -1)
+
+
+def _on_prefix(function, k, v, bounds, *rows):
+  """`function(size, k, v, bounds, *rows)` with the least prefix that does."""
+  num_keys = k.shape[1]
+  sizes = sorted(
+    {-(-num_keys * i // _PREFIXES) for i in range(1, 1 + _PREFIXES)}
+  )
+  branches = [functools.partial(function, size) for size in sizes]
+  branch = jnp.sum(jnp.max(bounds) > jnp.asarray(sizes[:-1], jnp.int32))
+  return lax.switch(branch, branches, k, v, bounds, *rows)
+
+
+def _scores(rows, k, bounds):
+  scores = attention.product("gth,gsh->gts", rows, k) * rows.shape[-1] ** -0.5
+  seen = attention_masks.prefix(bounds, k.shape[1])
+  return jnp.where(seen[None], scores, attention.MASKED)
+
+
+def _attend(size, k, v, bounds, rows):
+  k, v = k[:, :size], v[:, :size]
+  scores = _scores(rows, k, bounds)
+  maximum = jnp.max(scores, axis=-1, keepdims=True)
+  maximum = jnp.maximum(maximum, attention.FLOOR)
+  weights = jnp.exp(scores - maximum)
+  return attention.PartialAttention(
+    weighted=attention.product("gts,gsh->gth", weights.astype(v.dtype), v),
+    maximum=maximum,
+    total=jnp.sum(weights, axis=-1, keepdims=True),
+  )
+
+
+def _attend_backward(size, k, v, bounds, rows, maximum, weighted, total):
+  rest = ((0, 0), (0, 0), (0, k.shape[1] - size))
+  k, v = k[:, :size], v[:, :size]
+  weights = jnp.exp(_scores(rows, k, bounds) - maximum)
+  d_rows, d_k, d_v = attention.scores_backward(
+    rows, k, v, weights, weighted, total
+  )
+  return d_rows, jnp.pad(d_k, rest), jnp.pad(d_v, rest)

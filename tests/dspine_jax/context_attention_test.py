@@ -1,0 +1,117 @@
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from dspine_jax import attention, attention_masks, context_attention
+
+SLOTS, HEADS, GROUPS, WIDTH, KEYS = 4, 4, 2, 8, 50
+
+
+def case(blocks=6, dtype=jnp.float32, seed=0):
+  keys = jax.random.split(jax.random.key(seed), 4)
+  q = jax.random.normal(keys[0], (2, blocks, SLOTS, HEADS, WIDTH), dtype)
+  k = jax.random.normal(keys[1], (2, GROUPS, KEYS, WIDTH), dtype)
+  v = jax.random.normal(keys[2], (2, GROUPS, KEYS, WIDTH), dtype)
+  anchors = jax.random.randint(keys[3], (2, blocks), 0, KEYS + 1)
+  return q, k, v, anchors.at[0, 0].set(0).at[1, -1].set(KEYS)
+
+
+def dense(q, k, v, visible):
+  """Every block by itself over the whole context."""
+  mask = attention_masks.prefix(visible, KEYS)[:, :, None]
+  k, v = (jnp.repeat(part[:, None], q.shape[1], axis=1) for part in (k, v))
+  return attention.partial_attention(q, k, v, mask)
+
+
+def finished(part):
+  """The attention, with an own block of one key of score zero."""
+  one = jnp.ones_like(part.total)
+  own = attention.PartialAttention(
+    jnp.ones_like(part.weighted), 0.0 * part.maximum, one
+  )
+  return attention.merge(part, own, dtype=jnp.float32)
+
+
+@pytest.fixture(params=["whole", "tiles", "single_blocks"])
+def tiling(request, monkeypatch):
+  if request.param != "whole":
+    monkeypatch.setattr(context_attention, "_WHOLE", 0)
+    size = {"tiles": 2 * SLOTS, "single_blocks": 1}[request.param]
+    monkeypatch.setattr(context_attention, "_TILE_TOKENS", size)
+  return request.param
+
+
+@pytest.mark.parametrize("order", ["ascending", "any"])
+@pytest.mark.parametrize("blocks", [6, 7])
+def test_tiles_equal_every_block_by_itself(tiling, order, blocks):
+  q, k, v, visible = case(blocks)
+  if order == "ascending":
+    visible = jnp.sort(visible, axis=-1)
+  got = context_attention.context_attention(q, k, v, visible)
+  want = dense(q, k, v, visible)
+  assert got.weighted.shape == (2, blocks, HEADS, SLOTS, WIDTH)
+  np.testing.assert_allclose(finished(got), finished(want), atol=2e-6)
+
+
+def test_gradients_equal_those_of_every_block_by_itself(tiling):
+  q, k, v, visible = case()
+
+  def total(attend):
+    return lambda *qkv: jnp.sum(jnp.sin(finished(attend(*qkv, visible))))
+
+  got = jax.grad(total(context_attention.context_attention), (0, 1, 2))(q, k, v)
+  want = jax.grad(total(dense), (0, 1, 2))(q, k, v)
+  for a, b in zip(got, want, strict=True):
+    assert np.abs(b).max() > 0.1
+    np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+def test_a_key_behind_the_anchor_never_matters(tiling):
+  q, k, v, _ = case()
+  visible = jnp.full((2, 6), 20).at[0, 3].set(21)
+
+  def attend(k):
+    part = context_attention.context_attention(q, k, v, visible)
+    return finished(part)
+
+  before, after = attend(k), attend(k.at[:, :, 20:].add(3.0))
+  changed = np.abs(before - after).max(axis=(2, 3, 4)) > 0
+  np.testing.assert_array_equal(changed, np.asarray(visible) == 21)
+
+
+def test_vmapped_tiles_equal_a_loop(tiling):
+  del tiling
+  cases = [case(seed=seed) for seed in range(3)]
+  attend = context_attention.context_attention
+  many = jax.vmap(attend)(*(jnp.stack(x) for x in zip(*cases, strict=True)))
+  for index, one in enumerate(cases):
+    np.testing.assert_allclose(
+      finished(jax.tree.map(lambda x, i=index: x[i], many)),
+      finished(attend(*one)),
+      atol=2e-6,
+    )
+
+
+def test_bfloat16_keeps_float32_sums(tiling):
+  del tiling
+  got = context_attention.context_attention(*case(dtype=jnp.bfloat16))
+  want = dense(*case(dtype=jnp.bfloat16))
+  assert got.weighted.dtype == got.total.dtype == jnp.float32
+  np.testing.assert_allclose(finished(got), finished(want), atol=2e-2)
+
+
+def test_no_score_matrix_of_all_blocks_is_held(monkeypatch):
+  monkeypatch.setattr(context_attention, "_WHOLE", 0)
+  monkeypatch.setattr(context_attention, "_TILE_TOKENS", SLOTS)
+  num_keys = 600
+  q, k, v, visible = case(blocks=40)
+  k, v = (jnp.resize(part, (2, GROUPS, num_keys, WIDTH)) for part in (k, v))
+
+  def total(q, k, v):
+    part = context_attention.context_attention(q, k, v, visible)
+    return jnp.sum(finished(part) ** 2)
+
+  compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, v).compile()
+  scores = 2 * 40 * SLOTS * HEADS * num_keys * 4
+  assert compiled.memory_analysis().temp_size_in_bytes < scores / 2
