@@ -73,6 +73,8 @@ def main(unused_argv):
     )
     for method in comparison.METHODS
   }
+  train = training.load_parts(_ANSWERS.value, _PARTS.value, target)
+  held_out = training.load_parts(_ANSWERS.value, ["held_out"], target)
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
     config={
@@ -86,8 +88,6 @@ def main(unused_argv):
     argv=sys.argv,
     resume=True,
   )
-  train = training.load_parts(_ANSWERS.value, _PARTS.value, target)
-  held_out = training.load_parts(_ANSWERS.value, ["held_out"], target)
   held_out = held_out.select(np.arange(len(held_out.lengths)) < _EVAL.value)
   new_tokens = held_out.tokens.shape[1] - int(held_out.prompt_lengths.max())
   features = training.features_on_demand(

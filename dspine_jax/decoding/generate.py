@@ -177,7 +177,7 @@ def next_tokens(target, hidden, keys, decode) -> Lengths:
   """The target's own next token for states [B, D]: argmax or a draw."""
   logits = model.logits(target.params, hidden)
   if decode.sampling.temperature == 0:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return sampling.argmax(logits)
   return sampling.draw(keys, sampling.probabilities(logits, decode.sampling))
 
 

@@ -11,6 +11,19 @@ from jaxtyping import Array, Float, Int
 from dspine_jax import configs
 
 
+def argmax(x: Float[Array, "*b v"]) -> Int[Array, "*b"]:
+  """Index of the first largest entry, int32.
+
+  A maximum and then the first place where it stands: both are vectorised by
+  XLA:CPU, which runs `jnp.argmax` ten times slower.
+  """
+  places = jnp.arange(x.shape[-1], dtype=jnp.int32)
+  places = places.reshape((1,) * (x.ndim - 1) + (-1,))
+  largest = x == jnp.max(x, axis=-1, keepdims=True)
+  # The last index where nothing equals the maximum, which is then NaN.
+  return jnp.min(jnp.where(largest, places, x.shape[-1] - 1), axis=-1)
+
+
 def probabilities(
   logits: Float[Array, "*b v"], cfg: configs.SamplingConfig
 ) -> Float[Array, "*b v"]:
@@ -21,7 +34,7 @@ def probabilities(
   tokens whose mass reaches `top_p`, ties included.
   """
   if cfg.temperature == 0:
-    best = jnp.argmax(logits, axis=-1)
+    best = argmax(logits)
     return jax.nn.one_hot(best, logits.shape[-1], dtype=jnp.float32)
   logits = logits.astype(jnp.float32) / cfg.temperature
   if cfg.top_k and cfg.top_k < logits.shape[-1]:
@@ -52,7 +65,7 @@ def draw(keys: jax.Array, probs: Float[Array, "b *m v"]) -> Int[Array, "b *m"]:
 
   def one_row(key, probs):
     noise = jax.random.gumbel(key, probs.shape)
-    return jnp.argmax(jnp.log(probs) + noise, axis=-1).astype(jnp.int32)
+    return argmax(jnp.log(probs) + noise)
 
   return jax.vmap(one_row)(keys, probs)
 

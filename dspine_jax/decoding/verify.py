@@ -61,7 +61,7 @@ def greedy(
   Argmaxes [5, 7, 2] against drafts [5, 9] give accepted 1, next token 7.
   """
   del sampling_cfg, accept_keys, replace_keys
-  best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  best = sampling.argmax(logits)
   accepted = _longest_prefix(proposal.tokens == best[:, :-1])
   return Verdict(accepted=accepted, next_token=_at(best, accepted))
 

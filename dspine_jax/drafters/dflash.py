@@ -133,8 +133,7 @@ def propose(
   del params, buffers, anchor_tokens
   logits = model.head_logits(tables.head, output.hidden[:, 0, cfg.first_slot :])
   if kind == "greedy":
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return contract.Proposal(tokens=tokens)
+    return contract.Proposal(tokens=sampling.argmax(logits))
   q = sampling.probabilities(logits, sampling_cfg)
   return contract.Proposal(tokens=sampling.draw(keys, q), probs=q)
 

@@ -28,6 +28,7 @@ def good(tiny, script, work_dir):
     "benchmark_training": {"preset": "tiny", "repeats": 1},
     "benchmark_decode": named | drafter | answers,
     "generate": named | drafter | {"prompt": "import os"},
+    "compare_seeds": named | answers | STEPS,
     "quickstart": named | text | STEPS,
   }
   flags = flags[script]
@@ -46,11 +47,11 @@ def fail(tiny, script, work_dir, **changes):
 
 WITH_TARGET = [
   *("make_answers", "train_drafter", "evaluate_drafter", "benchmark_decode"),
-  *("generate", "quickstart"),
+  *("compare_seeds", "generate", "quickstart"),
 ]
 WITH_CORPUS = ["train_target", "make_answers", "quickstart"]
 WITH_DRAFTER = ["evaluate_drafter", "benchmark_decode", "generate"]
-WITH_WORK_DIR = ["train_target", "benchmark_training", *WITH_TARGET[:4]]
+WITH_WORK_DIR = ["train_target", "benchmark_training", *WITH_TARGET[:5]]
 
 
 # Files.
@@ -143,6 +144,8 @@ def test_a_part_that_the_answers_do_not_have_is_named(tiny, tmp_path):
   for script in ("evaluate_drafter", "benchmark_decode"):
     error = fail(tiny, script, run, answers=tmp_path)
     assert error == f"--answers={tmp_path}: no part held_out.npz there"
+  error = fail(tiny, "compare_seeds", run, answers=tmp_path)
+  assert error == f"--answers={tmp_path}: no part train_t0.npz there"
   error = fail(tiny, "benchmark_decode", run, answers=None)
   assert "--answers" in error and "--preset" in error
   assert list(tmp_path.iterdir()) == []
@@ -247,6 +250,9 @@ IMPOSSIBLE = [
   ("evaluate_drafter", {"sampling_top_p": 0}, "top_p=0.0"),
   ("evaluate_drafter", {"sampling_top_k": -1}, "top_k=-1"),
   ("evaluate_drafter", {"batch_size": 0}, "batch_size"),
+  ("compare_seeds", {"seeds": ["0", "x"]}, "--seeds=0,x"),
+  ("compare_seeds", {"temperatures": ["1"]}, "--temperatures: 0 is needed"),
+  ("compare_seeds", {"block_size": 1}, "block_size=1"),
   ("benchmark_training", {"methods": ["domino"]}, "--methods=['domino']"),
   ("benchmark_training", {"preset": "huge"}, "preset"),
   ("benchmark_training", {"repeats": 0}, "repeats"),

@@ -96,6 +96,23 @@ def test_huge_logits_and_a_tiny_temperature_stay_finite():
   np.testing.assert_array_equal(sampling.probabilities(rows, cfg), [[1, 0, 0]])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_argmax_is_the_first_largest_entry(dtype):
+  rng = np.random.default_rng(0)
+  # Few different values, so that nearly every row has ties.
+  x = rng.integers(-3, 3, (4, 50, 9)).astype(dtype)
+  x[0, 0] = -np.inf
+  x[0, 1, 4] = np.inf
+  got = sampling.argmax(jnp.asarray(x))
+  assert got.dtype == jnp.int32
+  np.testing.assert_array_equal(got, np.argmax(x, axis=-1))
+
+
+def test_argmax_of_a_row_with_nan_stays_inside_the_vocabulary():
+  got = sampling.argmax(jnp.asarray([[1.0, jnp.nan, 3.0]]))
+  assert 0 <= int(got[0]) < 3
+
+
 def test_residual_is_the_normalised_positive_part():
   p, q = laws(30, seed=1), laws(30, seed=2)
   got = sampling.residual(p, q)
