@@ -7,8 +7,9 @@ ever made. Masks are boolean, True = may attend; a row that may attend nothing
 gives zeros. Not here: which positions may be seen (`attention_masks.py`).
 """
 
+from typing import NamedTuple
+
 import jax
-from flax import struct
 from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -19,8 +20,7 @@ MASKED = -1e30
 FLOOR = -1e29
 
 
-@struct.dataclass
-class PartialAttention:
+class PartialAttention(NamedTuple):
   """Attention over one part of the keys, not yet normalised.
 
   Attributes:
