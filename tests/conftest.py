@@ -22,6 +22,10 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "float32")
 
+# Nearly all of the time goes into compiling programs that then run once, for
+# milliseconds. Scripts started as processes of their own are compiled fully.
+jax.config.update("jax_disable_most_optimizations", True)
+
 # Must precede the first import of these packages. It stays for the session.
 jaxtyping.install_import_hook(
   ["dspine_jax", "kernels", "energy"], "beartype.beartype"
