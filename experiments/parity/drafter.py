@@ -87,11 +87,7 @@ def load(folder: report.Folder) -> Case:
   target = target_parity.load_beside(folder.path)
   loaded = drafter_folder.load_drafter(folder.path)
   drafter_folder.check_fits(loaded.cfg, target.cfg)
-  cfg, inputs = loaded.cfg, folder.inputs
-  if "loss_decay_gamma" in folder.outputs:
-    # A setting of the recorded run that config.json does not hold.
-    gamma = float(folder.outputs["loss_decay_gamma"])
-    cfg = dataclasses.replace(cfg, decay_gamma=gamma)
+  cfg, inputs = _as_recorded(loaded.cfg, folder.outputs), folder.inputs
   tokens = inputs["input_ids"]
   keep = inputs["block_keep"]
   # Methods without a teacher record no states; theirs are never read.
@@ -130,6 +126,27 @@ def load(folder: report.Folder) -> Case:
   )
 
 
+def _as_recorded(
+  cfg: configs.DrafterConfig, outputs: report.Arrays
+) -> configs.DrafterConfig:
+  """With the settings of the recorded run that config.json does not hold."""
+  if "loss_decay_gamma" in outputs:
+    gamma = float(outputs["loss_decay_gamma"])
+    cfg = dataclasses.replace(cfg, decay_gamma=gamma)
+  options = getattr(cfg, cfg.method, None)
+  if options is None:
+    return cfg
+  fields = [field.name for field in dataclasses.fields(options)]
+  # Shortest decimal of a recorded float32: 0.1, not its float64 neighbour.
+  changes = {
+    name: float(str(outputs[name]))
+    for name in fields
+    if name in outputs and outputs[name].dtype == np.float32
+  }
+  options = dataclasses.replace(options, **changes)
+  return dataclasses.replace(cfg, **{cfg.method: options})
+
+
 @functools.partial(jax.jit, static_argnames="cfg")
 def _supervise(batch, anchor_positions, keep, *, cfg):
   rule = methods.drafter(cfg).supervised
@@ -142,7 +159,7 @@ def _supervise(batch, anchor_positions, keep, *, cfg):
 def layouts(params: Params) -> dict[str, Params]:
   """The same drafter with unrolled and with stacked (scanned) layers."""
   stacked = {
-    part: target_parity.layouts(tree)["scanned"]
+    part: target_parity.layouts(tree)["scanned"] if "layers" in tree else tree
     for part, tree in params.items()
   }
   return {"unrolled": params, "scanned": stacked}
@@ -193,7 +210,7 @@ def propose(output, buffers, tables, params, blocks: Blocks, *, cfg):
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def gradient(
-  params, buffers, tables, blocks: Blocks, supervision, alignment_weight, *, cfg
+  params, buffers, tables, blocks: Blocks, supervision, scheduled_weight, *, cfg
 ):
   """((loss, report), gradient) of the method's training loss."""
 
@@ -205,7 +222,7 @@ def gradient(
       tables,
       output,
       supervision,
-      alignment_weight,
+      scheduled_weight,
       None,
       cfg=cfg,
     )
@@ -220,7 +237,7 @@ def objective(
   tables,
   output,
   supervision,
-  alignment_weight,
+  scheduled_weight,
   ce_scale,
   *,
   cfg,
@@ -229,7 +246,7 @@ def objective(
   window = contract.LossWindow(
     denominator=jnp.sum(supervision.weights),
     ce_scale=ce_scale,
-    alignment_weight=alignment_weight,
+    scheduled_weight=scheduled_weight,
   )
   return methods.drafter(cfg).loss(
     params,
@@ -353,6 +370,12 @@ def single_block(case: Case, check: report.Comparison) -> Blocks | None:
     made = _layout(case.params["backbone"], picked, cfg=case.cfg)
     check.exact("infer_attention_mask", made["mask"])
   return picked
+
+
+@jax.jit
+def token_ce(logits, labels) -> jax.Array:
+  """Cross-entropy of every slot."""
+  return losses.cross_entropy(jax.nn.log_softmax(logits), labels)
 
 
 def accuracy(hits: jax.Array, supervised: jax.Array) -> np.ndarray:

@@ -33,7 +33,7 @@ def objective(setup, params, tables, buffers, batch, chunk_size):
   window = contract.LossWindow(
     denominator=jnp.sum(supervision.weights),
     ce_scale=None,
-    alignment_weight=jnp.asarray(0.3, jnp.float32),
+    scheduled_weight=jnp.asarray(0.3, jnp.float32),
   )
   value, _ = method.loss(
     params,

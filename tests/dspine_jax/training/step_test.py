@@ -145,7 +145,7 @@ def gradient_with_scales_apart(setup):
   window = contract.LossWindow(
     denominator=jnp.sum(weights),
     ce_scale=None,
-    alignment_weight=schedules.alignment_weight(
+    scheduled_weight=schedules.alignment_weight(
       jnp.asarray(STEP), setup.cfg.dspine
     ),
   )
