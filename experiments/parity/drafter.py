@@ -184,22 +184,30 @@ def forward(params, buffers, tables, blocks: Blocks, *, cfg):
   return output, model.head_logits(tables.head, output.hidden)
 
 
+def one_a_row(
+  output: contract.DrafterOutput, blocks: Blocks
+) -> tuple[contract.DrafterOutput, jax.Array]:
+  """Blocks [B, N] as requests [B * N, 1], and their anchor tokens."""
+
+  def reshape(x):
+    return x.reshape(-1, 1, *x.shape[2:])
+
+  # Layer features serve the loss only.
+  output = jax.tree.map(reshape, output.replace(layer_features=None))
+  return output, blocks.tokens[:, :, 0].reshape(-1)
+
+
 @functools.partial(jax.jit, static_argnames="cfg")
 def propose(output, buffers, tables, params, blocks: Blocks, *, cfg):
   """Greedy proposals [B, N, P] of all blocks, as the decode loop makes them."""
   batch, num_blocks = blocks.anchors.shape
-
-  def one_a_row(x):
-    return x.reshape(batch * num_blocks, 1, *x.shape[2:])
-
-  # Layer features serve the loss only.
-  output = jax.tree.map(one_a_row, output.replace(layer_features=None))
+  output, anchor_tokens = one_a_row(output, blocks)
   proposal = methods.drafter(cfg).propose(
     params,
     buffers,
     tables,
     output,
-    blocks.tokens[:, :, 0].reshape(-1),
+    anchor_tokens,
     cfg=cfg,
     sampling_cfg=configs.SamplingConfig(),
     kind="greedy",
