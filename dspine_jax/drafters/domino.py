@@ -2,7 +2,7 @@
 
 DFlash's backbone; behind it a GRU (`gru.py`) reads the tokens before a slot and
 a low-rank residual is added to the slot's logits (baselines, 5). Usually the
-anchor's slot predicts too (`sample_from_anchor`, shift_label in released files);
+anchor's slot predicts too (`sample_from_anchor`, or `shift_label` in files);
 without the shift the same head starts at slot 1. Either way the first
 `pure_draft_prefix_len` proposals keep their base logits, though the GRU has
 read the anchor. Training starts from the base logits' loss and moves to that of

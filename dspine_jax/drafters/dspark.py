@@ -11,6 +11,8 @@ The released drafters hold frozen copies of the target's embedding and head. A
 drafter computes its own logits with its copies, if it has them.
 """
 
+import dataclasses
+
 import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -267,7 +269,7 @@ def propose(
   threshold = options_of(cfg).confidence_threshold
   if threshold > 0:
     lengths = gate_lengths(jax.nn.sigmoid(confidence), threshold)
-    proposal = proposal.replace(lengths=lengths)
+    proposal = dataclasses.replace(proposal, lengths=lengths)
   return proposal
 
 

@@ -40,7 +40,9 @@ def project(
 
 
 def step(
-  params: Params, state: Float[Array, "*b h"], projected: Float[Array, "*b gates"]
+  params: Params,
+  state: Float[Array, "*b h"],
+  projected: Float[Array, "*b gates"],
 ) -> Float[Array, "*b h"]:
   """The state after one more token, given its `project`."""
   recurrent = layers.matmul(state, params["state"]["kernel"])

@@ -36,7 +36,7 @@ def init(
   table_key, mixer_key = jax.random.split(key)
   rank, kind = options.markov_rank, options.markov_head_type
   table = (cfg.vocab_size, rank)
-  params = {
+  params: Params = {
     "w1": _INIT_STD * jax.random.normal(table_key, table),
     "w2": jnp.zeros(table),
   }

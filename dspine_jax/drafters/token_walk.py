@@ -1,9 +1,9 @@
 """The serial part of methods whose head reads the token before.
 
-Domino and DSpark. One step a slot: from the token chosen before to the logits of the next one.
-Unlike `candidates.py`, which follows indices through a table of scores, a step
-here computes; the backbone is not run again. What a step does is the method's
-own affair.
+Domino and DSpark. One step a slot: from the token chosen before to the logits
+of the next one. Unlike `candidates.py`, which follows indices through a table
+of scores, a step here computes; the backbone is not run again. What a step does
+is the method's own affair.
 """
 
 from collections.abc import Callable

@@ -61,6 +61,7 @@ class Case:
     params: trainable parameters, unrolled.
     buffers: frozen arrays.
     cfg: its configuration, with the recorded decay constant.
+    batch: tokens, mask, features and teacher states of `inputs.npz`.
     blocks: of the training layout, without replacement.
     supervision: labels, weights and teacher states.
     keep: `block_keep` as the index of what is compared.
@@ -72,6 +73,7 @@ class Case:
   params: Params
   buffers: PyTree
   cfg: configs.DrafterConfig
+  batch: anchors.TrainBatch
   blocks: Blocks
   supervision: contract.Supervision
   keep: np.ndarray
@@ -114,6 +116,7 @@ def load(folder: report.Folder) -> Case:
     params=loaded.params,
     buffers=loaded.buffers,
     cfg=cfg,
+    batch=batch,
     blocks=Blocks(
       anchors=inputs["anchor_positions"],
       keep=keep,
@@ -124,6 +127,15 @@ def load(folder: report.Folder) -> Case:
     supervision=supervision,
     keep=keep,
   )
+
+
+def reconfigured(case: Case, **changes: Any) -> Case:
+  """The same weights and inputs read with another configuration."""
+  cfg = dataclasses.replace(case.cfg, **changes)
+  _, supervision = _supervise(
+    case.batch, case.blocks.anchors, case.keep, cfg=cfg
+  )
+  return dataclasses.replace(case, cfg=cfg, supervision=supervision)
 
 
 def _as_recorded(
@@ -193,7 +205,8 @@ def one_a_row(
     return x.reshape(-1, 1, *x.shape[2:])
 
   # Layer features serve the loss only.
-  output = jax.tree.map(reshape, output.replace(layer_features=None))
+  output = dataclasses.replace(output, layer_features=None)
+  output = jax.tree.map(reshape, output)
   return output, blocks.tokens[:, :, 0].reshape(-1)
 
 
