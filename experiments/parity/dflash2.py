@@ -156,6 +156,7 @@ def _compare_loss(case, check):
   check.value("loss_denominator", found.weight)
   check.value("ce_numerator", ce)
   check.value("selector_ce_numerator", selector)
-  check.value("selector_loss_alpha", options.selector_loss_alpha)
+  alpha = options.selector_loss_alpha
+  check.given("selector_loss_alpha", alpha >= 0, "setting of the run")
   check.value("accuracy", drafter.accuracy(found.base_hits, found.supervised))
   drafter.compare_gradients(case, check, grads)

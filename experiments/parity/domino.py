@@ -156,14 +156,15 @@ def _compare_single(case, check, block):
 
 def _compare_schedule(check):
   """lambda for every recorded (step, total, start, decay ratio)."""
-  ours = []
-  for step, total, start, ratio, _ in check.outputs["lambda_schedule"].tolist():
-    options = configs.DominoOptions(
-      lambda_start=start, lambda_decay_ratio=ratio
-    )
-    share = schedules.base_share(step, int(total), options)
-    ours.append((step, total, start, ratio, float(share)))
-  # Steps are large: apart, they do not loosen the bound of lambda.
-  for columns, layout in ((slice(0, 4), "settings"), (4, "lambda")):
-    rows = (slice(None), columns)
-    check.value("lambda_schedule", np.asarray(ours), rows=rows, layout=layout)
+  ours = check.outputs["lambda_schedule"].copy()
+  for row in ours:
+    step, total, start, ratio, _ = row.tolist()
+    row[-1] = np.nan
+    if 0 <= start <= 1 and 0 <= ratio <= 1:
+      options = configs.DominoOptions(
+        lambda_start=start, lambda_decay_ratio=ratio
+      )
+      row[-1] = float(schedules.base_share(step, int(total), options))
+  # The other columns are what it is a function of.
+  rows = (slice(None), -1)
+  check.value("lambda_schedule", ours, rows=rows, layout="lambda")
