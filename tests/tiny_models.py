@@ -5,6 +5,7 @@ compilation is paid for them: norms scatter around 1, writes are not zero.
 """
 
 import functools
+import types
 from typing import NamedTuple
 
 import jax
@@ -243,6 +244,37 @@ def run(setup: Setup, batch=None, anchors=ANCHORS, keep=KEEP, replace=None):
   blocks = (jnp.asarray(x) for x in (anchors, keep, replace))
   compiled, leaves = compiled_pass(setup, batch, *blocks)
   return compiled(*leaves)
+
+
+def host(record) -> types.SimpleNamespace:
+  """A flat record's arrays in NumPy, which the checked dataclass refuses."""
+  return types.SimpleNamespace(
+    **{name: np.asarray(value) for name, value in vars(record).items()}
+  )
+
+
+def proposal(setup: Setup, output, kind="greedy", temperature=0.0, seed=0):
+  """Of all blocks of `run`, [B * N, P], as the decode loop asks for it."""
+  anchors = np.take_along_axis(
+    np.asarray(train_batch(setup.cfg).tokens), ANCHORS, axis=1
+  ).reshape(-1)
+
+  def from_hidden(hidden):
+    return setup.method.propose(
+      setup.params,
+      setup.buffers,
+      setup.tables,
+      contract.DrafterOutput(hidden=hidden),
+      jnp.asarray(anchors),
+      cfg=setup.cfg,
+      sampling_cfg=configs.SamplingConfig(temperature=temperature),
+      kind=kind,
+      keys=jax.random.split(jax.random.key(seed), len(anchors)),
+    )
+
+  hidden = output.hidden
+  made = jax.jit(from_hidden)(hidden.reshape(-1, 1, *hidden.shape[2:]))
+  return made, anchors
 
 
 def stacked(setup: Setup) -> Setup:
