@@ -173,3 +173,30 @@ def test_an_ordinary_loop_over_chunks_would_keep_them_all(method, monkeypatch):
     losses, "chunked_sum", chunked_but_differentiated_as_usual
   )
   assert most_vocabulary_rows(method, 2) == rows_of(method, 8)
+
+
+def all_at_once(loss, chunk_size, params, rows, shared, row_constants):
+  """The loss of all rows, differentiated as usual."""
+  del chunk_size
+  return loss(params, rows, shared, row_constants)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_change_neither_the_loss_nor_any_gradient(method, monkeypatch):
+  setup = setup_of(method)
+  batch = tiny_models.train_batch(setup.cfg)
+  want = grads_of(method)["params"]
+  monkeypatch.setattr(losses, "chunked_sum", all_at_once)
+
+  def value(params):
+    return objective(setup, params, setup.tables, setup.buffers, batch, 3)
+
+  plain = jax.jit(jax.grad(value))(setup.params)
+  for path, got in jax.tree_util.tree_leaves_with_path(want):
+    other = functools.reduce(
+      lambda tree, key: tree[getattr(key, "key", getattr(key, "idx", None))],
+      path,
+      plain,
+    )
+    bound = 2e-5 * np.abs(other).max()
+    np.testing.assert_allclose(got, other, rtol=0, atol=bound, err_msg=path)
