@@ -76,7 +76,8 @@ def _select(output, logits, selector, blocks, *, cfg):
 def _compare_tokens(case, check, output, logits):
   """Every term of the loss slot by slot, and the selector's sums."""
   labels = drafter.labels_of_all_slots(case)
-  check.value("token_ce", drafter.token_ce(logits, labels), rows=case.keep)
+  unary = dflash2.unary_logits(logits, case.cfg.dflash2)
+  check.value("token_ce", drafter.token_ce(unary, labels), rows=case.keep)
   found = jax.device_get(
     _token_terms(
       output,

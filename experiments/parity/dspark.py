@@ -106,7 +106,9 @@ def _token_terms(output, params, buffers, tables, supervision, *, cfg):
   terms = dspark.token_terms(params["markov"]["w2"], flat[0], heads, flat[1])
   shape = supervision.labels.shape
   terms = {name: term.reshape(shape) for name, term in terms.items()}
-  return terms | {"logits": logits, "confidence_logits": rows["confidence"]}
+  if "confidence" in rows:
+    terms["confidence_logits"] = rows["confidence"]
+  return terms | {"logits": logits}
 
 
 def _compare_tokens(case, check, output):
@@ -114,15 +116,16 @@ def _compare_tokens(case, check, output):
   fixed = (case.params, case.buffers, case.tables)
   found = _token_terms(output, *fixed, case.supervision, cfg=case.cfg)
   rows = case.keep
-  confidence = found["confidence_logits"]
   check.value("biased_logits", found["logits"], rows=rows)
-  check.value("confidence_logits", confidence, rows=rows)
-  probability = jax.nn.sigmoid(confidence)
-  check.value("confidence_probability", probability, rows=rows)
+  if "confidence" in found:
+    confidence = found["confidence_logits"]
+    check.value("confidence_logits", confidence, rows=rows)
+    probability = jax.nn.sigmoid(confidence)
+    check.value("confidence_probability", probability, rows=rows)
+    check.value("token_confidence_bce", found["confidence"], rows=rows)
   check.value("accept_probability", found["accept"], rows=rows)
   check.value("token_ce", found["ce"], rows=rows)
   check.value("token_l1", found["l1"], rows=rows)
-  check.value("token_confidence_bce", found["confidence"], rows=rows)
   valid = np.asarray(case.supervision.valid)
   accepted = np.cumprod(np.asarray(found["accept"]) * valid, axis=-1)
   per_block = accepted.sum(axis=-1)[rows]
