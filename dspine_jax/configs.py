@@ -5,17 +5,20 @@ files; `checkpoints.hf_config` converts them to and from `config.json`.
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
+from dspine_jax.method_options import (
+  DFlash2Options,
+  DominoOptions,
+  DSparkOptions,
+  DSpineOptions,
+)
+from dspine_jax.method_options import require as _require
 from dspine_jax.target import tapped_layers
 
 OPTIMIZERS = ("adamw", "muon")
 LR_SCHEDULES = ("cosine", "wsd")
 VERIFY_RULES = ("greedy", "rejection", "exact_match")
-
-
-def _require(condition: bool, name: str, value: object, why: str) -> None:
-  if not condition:
-    raise ValueError(f"{name}={value!r}: {why}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,59 +157,6 @@ class OptimizerConfig:
       _require(0 <= value <= 1, name, value, "must lie between 0 and 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DSpineOptions:
-  """What DSpine adds to the causal backbone (`dspine_config` in config.json).
-
-  Attributes:
-    transfer_rank: R, width of the whitened token codes.
-    message_size: Z, width of gate and message.
-    top_k: candidates per slot.
-    ce_weight: share of cross-entropy; the rest is L1 to the teacher.
-    alignment_weight: beta after its warm-up.
-    alignment_warmup_steps: optimiser steps over which beta rises from 0.
-    replacement_layers: first layers that read true predecessors in replaced
-      blocks.
-    replacement_probability: rho at the start, per block.
-    replacement_hold_ratio: share of training with the full rho.
-    replacement_end_ratio: share of training after which rho is 0.
-    candidate_mass_threshold: least teacher mass on the candidates for the L1
-      part of the refinement.
-  """
-
-  transfer_rank: int = 1024
-  message_size: int = 512
-  top_k: int = 16
-  ce_weight: float = 0.1
-  alignment_weight: float = 0.5
-  alignment_warmup_steps: int = 146
-  replacement_layers: int = 3
-  replacement_probability: float = 0.5
-  replacement_hold_ratio: float = 1 / 6
-  replacement_end_ratio: float = 1 / 3
-  candidate_mass_threshold: float = 1e-4
-
-  def __post_init__(self):
-    for name in ("transfer_rank", "message_size", "top_k"):
-      value = getattr(self, name)
-      _require(value > 0, name, value, "must be positive")
-    for name in ("ce_weight", "replacement_probability"):
-      value = getattr(self, name)
-      _require(0 <= value <= 1, name, value, "must lie between 0 and 1")
-    _require(
-      0 <= self.replacement_hold_ratio <= self.replacement_end_ratio <= 1,
-      "replacement_hold_ratio",
-      self.replacement_hold_ratio,
-      f"needs 0 <= hold <= end={self.replacement_end_ratio} <= 1",
-    )
-    _require(
-      self.replacement_layers >= 0,
-      "replacement_layers",
-      self.replacement_layers,
-      "must not be negative",
-    )
-
-
 def default_replacement_layers(num_layers: int) -> int:
   """ceil(0.6 L): the paper's first 3 of 5 layers, for other depths."""
   return -(-6 * num_layers // 10)
@@ -227,7 +177,8 @@ class DrafterConfig:
     sample_from_anchor: slot k predicts token anchor + k + 1 (label shift), so
       that slot 0 predicts too; otherwise slot k predicts token anchor + k.
     decay_gamma: constant of the position weights exp(-position / gamma).
-    dspine: options of DSpine; None for other methods.
+    dflash2, domino, dspark, dspine: options of the method of that name; None
+      for all others.
   """
 
   method: str
@@ -249,6 +200,9 @@ class DrafterConfig:
   is_causal: bool = False
   sample_from_anchor: bool = False
   decay_gamma: float = 7.0
+  dflash2: DFlash2Options | None = None
+  domino: DominoOptions | None = None
+  dspark: DSparkOptions | None = None
   dspine: DSpineOptions | None = None
 
   def __post_init__(self):
@@ -269,18 +223,24 @@ class DrafterConfig:
       self.target_layer_ids, self.num_target_layers
     )
     if self.dspine is not None:
-      _require(
-        self.dspine.transfer_rank <= self.hidden_size,
-        "transfer_rank",
-        self.dspine.transfer_rank,
-        f"cannot exceed hidden_size={self.hidden_size}",
+      self._check_at_most(
+        "transfer_rank", self.dspine.transfer_rank, "hidden_size"
+      )
+      self._check_at_most("top_k", self.dspine.top_k, "vocab_size")
+    if self.dflash2 is not None:
+      self._check_at_most(
+        "selector_top_k", self.dflash2.selector_top_k, "vocab_size"
       )
       _require(
-        self.dspine.top_k <= self.vocab_size,
-        "top_k",
-        self.dspine.top_k,
-        f"cannot exceed vocab_size={self.vocab_size}",
+        self.hidden_size % self.dflash2.conv_group_size == 0,
+        "conv_group_size",
+        self.dflash2.conv_group_size,
+        f"must divide hidden_size={self.hidden_size}",
       )
+
+  def _check_at_most(self, name: str, value: int, bound: str) -> None:
+    limit = getattr(self, bound)
+    _require(value <= limit, name, value, f"cannot exceed {bound}={limit}")
 
   @property
   def qk_norm(self) -> bool:
@@ -298,6 +258,54 @@ class DrafterConfig:
     return self.block_size - self.first_slot
 
 
+class Conventions(NamedTuple):
+  """What the released drafters of a method have in common.
+
+  Attributes:
+    options: class of the method's options, or None.
+    is_causal: as in `DrafterConfig`.
+    sample_from_anchor: as in `DrafterConfig`.
+    decay_gamma: as in `DrafterConfig`; None goes by the block size.
+  """
+
+  options: type | None = None
+  is_causal: bool = False
+  sample_from_anchor: bool = False
+  decay_gamma: float | None = None
+
+
+# What a configuration takes unless it says otherwise (baselines, section 1).
+# Methods that are not named here follow DFlash.
+CONVENTIONS = {
+  "dflash": Conventions(),
+  "dflash2": Conventions(options=DFlash2Options),
+  "domino": Conventions(
+    options=DominoOptions, sample_from_anchor=True, decay_gamma=7.0
+  ),
+  "dspark": Conventions(
+    options=DSparkOptions, sample_from_anchor=True, decay_gamma=4.0
+  ),
+  "dspine": Conventions(options=DSpineOptions, is_causal=True, decay_gamma=7.0),
+}
+
+
+def conventions(method: str) -> Conventions:
+  """Those of the method, or DFlash's."""
+  return CONVENTIONS.get(method, Conventions())
+
+
+def default_options(method: str, num_layers: int, **given: Any) -> Any:
+  """A method's released options with the given ones changed, or None."""
+  made = conventions(method).options
+  if made is None:
+    return None
+  if made is DSpineOptions:
+    given = {
+      "replacement_layers": default_replacement_layers(num_layers)
+    } | given
+  return made(**given)
+
+
 def drafter_for(
   target: TargetConfig,
   method: str,
@@ -305,14 +313,24 @@ def drafter_for(
   num_layers: int,
   mask_token_id: int,
   block_size: int = 16,
-  dspine: DSpineOptions | None = None,
+  **options: Any,
 ) -> DrafterConfig:
-  """A drafter in the widths of `target`, with the released conventions."""
-  is_dspine = method == "dspine"
-  if is_dspine and dspine is None:
-    dspine = DSpineOptions(
-      replacement_layers=default_replacement_layers(num_layers)
-    )
+  """A drafter in the widths of `target`, with the released conventions.
+
+  Args:
+    target: whose embedding and head are borrowed.
+    method: key of `drafters.DRAFTERS`.
+    num_layers: draft layers.
+    mask_token_id: token of empty slots.
+    block_size: slots of a block.
+    **options: name of a method -> its options. Only those of `method` are
+      used; None or nothing takes the released ones.
+  """
+  convention = conventions(method)
+  own = {}
+  if convention.options is not None:
+    made = options.get(method)
+    own[method] = default_options(method, num_layers) if made is None else made
   return DrafterConfig(
     method=method,
     vocab_size=target.vocab_size,
@@ -329,9 +347,10 @@ def drafter_for(
     mask_token_id=mask_token_id,
     target_layer_ids=tapped_layers.tapped_layers(target.num_layers, num_layers),
     num_target_layers=target.num_layers,
-    is_causal=is_dspine,
-    decay_gamma=7.0 if is_dspine else default_decay_gamma(block_size),
-    dspine=dspine if is_dspine else None,
+    is_causal=convention.is_causal,
+    sample_from_anchor=convention.sample_from_anchor,
+    decay_gamma=convention.decay_gamma or default_decay_gamma(block_size),
+    **own,
   )
 
 

@@ -193,6 +193,7 @@ def round_flops(target, drafter, context: int) -> float:
     target.cfg, checked, context + checked
   )
   heads = speed.head_flops(cfg, checked + cfg.num_proposals)
+  heads += speed.selection_flops(cfg, cfg.num_proposals)
   return verify + heads + speed.draft_flops(cfg, 1, context, checked)
 
 

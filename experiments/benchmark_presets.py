@@ -58,19 +58,24 @@ PRESETS = {"tiny": _TINY, "bench": _BENCH, "embedded": _EMBEDDED}
 
 def drafter_config(preset: dict, method: str) -> configs.DrafterConfig:
   """The drafter of a preset."""
-  options = configs.DSpineOptions(
-    transfer_rank=preset["rank"],
-    message_size=preset["message"],
-    top_k=16,
-    replacement_layers=configs.default_replacement_layers(preset["num_layers"]),
-  )
+  layers, rank = preset["num_layers"], preset["rank"]
+  sizes = {
+    "dflash2": {"selector_rank": rank},
+    "domino": {"emb_dim": rank, "gru_hidden_dim": 2 * rank},
+    "dspark": {"markov_rank": rank},
+    "dspine": {"transfer_rank": rank, "message_size": preset["message"]},
+  }
+  options = {
+    name: configs.default_options(name, layers, **given)
+    for name, given in sizes.items()
+  }
   return configs.drafter_for(
     preset["target"],
     method,
-    num_layers=preset["num_layers"],
+    num_layers=layers,
     mask_token_id=1,
     block_size=preset["block_size"],
-    dspine=options if method == "dspine" else None,
+    **options,
   )
 
 

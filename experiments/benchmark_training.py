@@ -43,9 +43,11 @@ def counted_flops(cfg: configs.DrafterConfig, preset: dict) -> float:
   blocks = preset["batch_size"] * preset["num_anchors"]
   context = preset["batch_size"] * preset["length"]
   forward = speed.draft_flops(cfg, blocks, preset["length"], context)
+  forward += speed.selection_flops(cfg, blocks * cfg.num_proposals)
   head = speed.head_flops(cfg, blocks * cfg.num_proposals)
-  # The head is frozen: one product forward, one for the states' gradient.
-  passes = 3 if cfg.method == "dspine" else 2
+  # The head is frozen: one product forward, one for the states' gradient, and
+  # one for the teacher of methods that have one.
+  passes = 3 if cfg.method in ("dspark", "dspine") else 2
   return 3 * forward + passes * head
 
 

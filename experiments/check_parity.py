@@ -18,7 +18,15 @@ import jax
 from absl import flags
 
 from experiments import run_io
-from experiments.parity import dflash, dspine, report, target
+from experiments.parity import (
+  dflash,
+  dflash2,
+  domino,
+  dspark,
+  dspine,
+  report,
+  target,
+)
 
 _GOLDEN = flags.DEFINE_string(
   "golden", None, "Folder with one golden folder a method (required)."
@@ -31,6 +39,9 @@ _JSON = flags.DEFINE_string("json", None, "File for the results, if given.")
 METHODS: dict[str, Callable[[report.Folder], list[report.Record]]] = {
   target.NAME: target.compare,
   "dflash": dflash.compare,
+  "dflash2": dflash2.compare,
+  "domino": domino.compare,
+  "dspark": dspark.compare,
   "dspine": dspine.compare,
 }
 

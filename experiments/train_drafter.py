@@ -11,10 +11,11 @@ metrics.jsonl and TensorBoard. Time: about 2 minutes on two CPU cores.
 """
 
 import sys
+from typing import Any
 
 from absl import flags
 
-from dspine_jax import configs
+from dspine_jax import configs, method_options
 from dspine_jax.drafters import methods
 from experiments import run_io, targets
 from experiments.stages import training
@@ -38,7 +39,19 @@ _LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
 _BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a block.")
 _RANK = flags.DEFINE_integer("transfer_rank", 128, "DSpine: code width.")
 _MESSAGE = flags.DEFINE_integer("message_size", 64, "DSpine: message width.")
-_TOP_K = flags.DEFINE_integer("top_k", 16, "DSpine: candidates per slot.")
+_TOP_K = flags.DEFINE_integer(
+  "top_k", 16, "DSpine, DFlash2: candidates per slot."
+)
+_HEAD_RANK = flags.DEFINE_integer(
+  "head_rank", 64, "DFlash2, Domino, DSpark: rank of the head."
+)
+_GRU = flags.DEFINE_integer("gru_hidden_dim", 128, "Domino: width of the GRU.")
+_MARKOV = flags.DEFINE_enum(
+  "markov_head_type",
+  "vanilla",
+  method_options.MARKOV_HEADS,
+  "DSpark: its head.",
+)
 _BETA = flags.DEFINE_float(
   "alignment_weight", 0.1, "DSpine: weight of the alignment term."
 )
@@ -65,27 +78,46 @@ _SEED = flags.DEFINE_integer(
 )
 
 
+def given_options() -> dict[str, dict[str, Any]]:
+  """What the flags say about each method's options."""
+  return {
+    "dflash2": {
+      "selector_rank": _HEAD_RANK.value,
+      "selector_top_k": _TOP_K.value,
+    },
+    "domino": {
+      "emb_dim": _HEAD_RANK.value,
+      "gru_hidden_dim": _GRU.value,
+    },
+    "dspark": {
+      "markov_rank": _HEAD_RANK.value,
+      "markov_head_type": _MARKOV.value,
+    },
+    "dspine": {
+      "transfer_rank": _RANK.value,
+      "message_size": _MESSAGE.value,
+      "top_k": _TOP_K.value,
+      "alignment_weight": _BETA.value,
+      "alignment_warmup_steps": max(1, round(0.04 * _STEPS.value)),
+    },
+  }
+
+
 def main(unused_argv):
   if not _WORK_DIR.value:
     raise ValueError("--work_dir must name a directory")
   target = targets.load(_TARGET.value)
-  dspine = None
-  if _METHOD.value == "dspine":
-    dspine = configs.DSpineOptions(
-      transfer_rank=_RANK.value,
-      message_size=_MESSAGE.value,
-      top_k=_TOP_K.value,
-      alignment_weight=_BETA.value,
-      alignment_warmup_steps=max(1, round(0.04 * _STEPS.value)),
-      replacement_layers=configs.default_replacement_layers(_LAYERS.value),
-    )
+  method = _METHOD.value
+  options = configs.default_options(
+    method, _LAYERS.value, **given_options().get(method, {})
+  )
   cfg = configs.drafter_for(
     target.model.cfg,
-    _METHOD.value,
+    method,
     num_layers=_LAYERS.value,
     mask_token_id=targets.mask_token_id(target, _MASK.value),
     block_size=_BLOCK.value,
-    dspine=dspine,
+    **{method: options},
   )
   train_cfg = configs.TrainConfig(
     optimizer=configs.OptimizerConfig(

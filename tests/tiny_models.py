@@ -5,6 +5,7 @@ compilation is paid for them: norms scatter around 1, writes are not zero.
 """
 
 import functools
+import types
 from typing import NamedTuple
 
 import jax
@@ -16,9 +17,7 @@ from dspine_jax.drafters import (
   backbone,
   contract,
   dspine,
-  injection,
   methods,
-  transfer_space,
 )
 from dspine_jax.drafters import candidates as candidates_lib
 from dspine_jax.target import model
@@ -85,14 +84,30 @@ class Setup(NamedTuple):
     return methods.drafter(self.cfg)
 
 
-def drafter_config(method: str, **changes) -> configs.DrafterConfig:
-  options = {
+# Sizes that differ from each other, so that no two axes can be confused.
+OPTIONS = {
+  "dflash2": {"conv_group_size": 8, "selector_rank": 7, "selector_top_k": 4},
+  "domino": {"emb_dim": 7, "gru_hidden_dim": 9},
+  "dspark": {"markov_rank": 7},
+  "dspine": {
     "transfer_rank": 14,
     "message_size": 9,
     "top_k": 4,
     "replacement_layers": 1,
-  }
-  options |= changes.pop("dspine", {})
+  },
+}
+
+
+def drafter_config(method: str, **changes) -> configs.DrafterConfig:
+  """A tiny drafter; `method={...}` among the changes are options of it.
+
+  Options of other methods are left out.
+  """
+  given = {name: changes.pop(name, {}) for name in OPTIONS}
+  convention = configs.conventions(method)
+  own = {}
+  if convention.options is not None:
+    own[method] = convention.options(**(OPTIONS[method] | given[method]))
   fields = {
     "method": method,
     "vocab_size": 61,
@@ -107,37 +122,26 @@ def drafter_config(method: str, **changes) -> configs.DrafterConfig:
     "mask_token_id": 60,
     "target_layer_ids": (0, 2),
     "num_target_layers": 4,
-    "is_causal": method == "dspine",
+    "is_causal": convention.is_causal,
+    "sample_from_anchor": convention.sample_from_anchor,
     "max_positions": 64,
-    "dspine": (
-      configs.DSpineOptions(**options) if method == "dspine" else None
-    ),
   }
-  return configs.DrafterConfig(**(fields | changes))
+  return configs.DrafterConfig(**(fields | own | changes))
 
 
 @functools.cache
 def drafter(cfg: configs.DrafterConfig, seed: int = 1) -> Setup:
-  shapes = jax.eval_shape(lambda: backbone.init(jax.random.key(0), cfg))
-  params, buffers = {"backbone": fill(shapes, seed)}, {}
   shape = jax.ShapeDtypeStruct((cfg.vocab_size, cfg.hidden_size), jnp.float32)
   tables = contract.TargetTables(
     embedding=fill(shape, seed + 1), head=fill(shape, seed + 2)
   )
-  if cfg.dspine is not None:
-    rank, size = cfg.dspine.transfer_rank, cfg.dspine.message_size
-    shapes = jax.eval_shape(
-      lambda: injection.init(
-        jax.random.key(0),
-        cfg.num_layers,
-        jnp.zeros((cfg.hidden_size, rank)),
-        size,
-      )
-    )
-    params["injection"] = fill(shapes, seed + 3)
-    space = transfer_space.transfer_space(np.asarray(tables.head), rank)
-    buffers = {"transfer_codes": jnp.asarray(space.codes)}
-  return Setup(cfg, params, buffers, tables)
+  method = methods.drafter(cfg)
+  shapes = jax.eval_shape(lambda: method.init(jax.random.key(0), cfg, tables))
+  params = {
+    name: fill(part, seed if name == "backbone" else seed + 3)
+    for name, part in shapes.items()
+  }
+  return Setup(cfg, params, method.make_buffers(cfg, tables), tables)
 
 
 @functools.cache
@@ -242,10 +246,43 @@ def run(setup: Setup, batch=None, anchors=ANCHORS, keep=KEEP, replace=None):
   return compiled(*leaves)
 
 
+def host(record) -> types.SimpleNamespace:
+  """A flat record's arrays in NumPy, which the checked dataclass refuses."""
+  return types.SimpleNamespace(
+    **{name: np.asarray(value) for name, value in vars(record).items()}
+  )
+
+
+def proposal(setup: Setup, output, kind="greedy", temperature=0.0, seed=0):
+  """Of all blocks of `run`, [B * N, P], as the decode loop asks for it."""
+  anchors = np.take_along_axis(
+    np.asarray(train_batch(setup.cfg).tokens), ANCHORS, axis=1
+  ).reshape(-1)
+
+  def from_hidden(hidden):
+    return setup.method.propose(
+      setup.params,
+      setup.buffers,
+      setup.tables,
+      contract.DrafterOutput(hidden=hidden),
+      jnp.asarray(anchors),
+      cfg=setup.cfg,
+      sampling_cfg=configs.SamplingConfig(temperature=temperature),
+      kind=kind,
+      keys=jax.random.split(jax.random.key(seed), len(anchors)),
+    )
+
+  hidden = output.hidden
+  made = jax.jit(from_hidden)(hidden.reshape(-1, 1, *hidden.shape[2:]))
+  return made, anchors
+
+
 def stacked(setup: Setup) -> Setup:
   """The same drafter with scanned layers."""
   params = {
     name: part | {"layers": layers.stack_layers(part["layers"])}
+    if "layers" in part
+    else part
     for name, part in setup.params.items()
   }
   return setup._replace(params=params)

@@ -1,11 +1,11 @@
 """A drafter as a folder in the released layout: config.json + safetensors.
 
-`dflash_config` and `dspine_config` are read and written as the references do;
-missing keys take the released defaults. The target's embedding and head are
-borrowed, never stored.
+What all methods share is here; where each keeps its own options in config.json
+is in `drafter_formats.py`, its tensor names in its own file. Missing keys take
+the released defaults. The target's embedding and head are borrowed; only DSpark
+stores frozen copies of them.
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,12 +14,15 @@ import jax
 import numpy as np
 
 from dspine_jax import configs
-from dspine_jax.checkpoints import hf_config, names, tensors
+from dspine_jax.checkpoints import (
+  drafter_formats,
+  hf_config,
+  names,
+  tensors,
+)
 from dspine_jax.drafters import methods
 from dspine_jax.target import tapped_layers
 from dspine_jax.typing import Params, PyTree
-
-_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspine": "DSpineDraftModel"}
 
 
 class DrafterCheckpoint(NamedTuple):
@@ -45,23 +48,26 @@ def drafter_config(
     ValueError: an unknown architecture, a missing key or an impossible value;
       the message names `path`.
   """
-  architecture = (config.get("architectures") or [None])[0]
-  by_name = {name: method for method, name in _ARCHITECTURES.items()}
-  if architecture not in by_name:
-    raise ValueError(
-      f"{path}: architectures={config.get('architectures')!r} is not one of"
-      f" {sorted(by_name)}"
-    )
-  method = by_name[architecture]
+  method = drafter_formats.method_of(config, path)
+  convention = configs.conventions(method)
   hf_config.refuse_unimplemented(config, path)
   own = config.get("dflash_config") or {}
   num_layers = hf_config.require_key(config, "num_hidden_layers", path)
   num_target_layers = hf_config.require_key(config, "num_target_layers", path)
-  taps = own.get("target_layer_ids")
+  # DeepSpec has at the top level what the others nest.
+  taps = own.get("target_layer_ids") or config.get("target_layer_ids")
   if taps is None:
     taps = tapped_layers.tapped_layers(num_target_layers, num_layers)
   block_size = config.get("block_size") or own.get("block_size") or 16
-  is_dspine = method == "dspine"
+  mask_token_id = own.get("mask_token_id", config.get("mask_token_id"))
+  if mask_token_id is None:
+    raise ValueError(f"{path}: key 'mask_token_id' is missing")
+  shift_key = drafter_formats.FORMATS[method].shift_key
+  shift = own.get(shift_key, config.get(shift_key))
+  if shift is None:
+    shift = convention.sample_from_anchor
+  gamma = own.get("loss_decay_gamma") or config.get("loss_decay_gamma")
+  gamma = gamma or convention.decay_gamma
   try:
     return configs.DrafterConfig(
       method=method,
@@ -79,49 +85,31 @@ def drafter_config(
       rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
       max_positions=config.get("max_position_embeddings", 40960),
       block_size=block_size,
-      mask_token_id=hf_config.require_key(
-        own, "mask_token_id", f"{path}: dflash_config"
-      ),
+      mask_token_id=mask_token_id,
       target_layer_ids=tuple(taps),
       num_target_layers=num_target_layers,
-      is_causal=bool(config.get("is_causal", is_dspine)),
-      sample_from_anchor=bool(own.get("sample_from_anchor", False)),
-      decay_gamma=float(
-        own.get("loss_decay_gamma")
-        or (7.0 if is_dspine else configs.default_decay_gamma(block_size))
-      ),
-      dspine=_dspine_options(config, num_layers) if is_dspine else None,
+      is_causal=bool(config.get("is_causal", convention.is_causal)),
+      sample_from_anchor=bool(shift),
+      decay_gamma=float(gamma or configs.default_decay_gamma(block_size)),
+      **drafter_formats.method_options(config, own, method, num_layers),
     )
   except ValueError as error:
     raise hf_config.with_path(error, path) from None
 
 
-def _dspine_options(
-  config: Mapping[str, Any], num_layers: int
-) -> configs.DSpineOptions:
-  stored = dict(config.get("dspine_config") or {})
-  known = {field.name for field in dataclasses.fields(configs.DSpineOptions)}
-  unknown = sorted(set(stored) - known)
-  if unknown:
-    raise ValueError(f"dspine_config: unknown keys {unknown}")
-  stored.setdefault(
-    "replacement_layers", configs.default_replacement_layers(num_layers)
-  )
-  return configs.DSpineOptions(**stored)
-
-
 def drafter_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
   """The `config.json` that `drafter_config` reads back."""
-  config = {
-    "architectures": [_ARCHITECTURES[cfg.method]],
+  form = drafter_formats.FORMATS[cfg.method]
+  common = {
+    "loss_decay_gamma": cfg.decay_gamma,
+    "mask_token_id": cfg.mask_token_id,
+    form.shift_key: cfg.sample_from_anchor,
+    "target_layer_ids": list(cfg.target_layer_ids),
+  }
+  return {
+    "architectures": [form.architectures[0]],
     "attention_bias": False,
     "block_size": cfg.block_size,
-    "dflash_config": {
-      "loss_decay_gamma": cfg.decay_gamma,
-      "mask_token_id": cfg.mask_token_id,
-      "sample_from_anchor": cfg.sample_from_anchor,
-      "target_layer_ids": list(cfg.target_layer_ids),
-    },
     "dtype": "float32",
     "head_dim": cfg.head_dim,
     "hidden_act": "silu",
@@ -140,10 +128,8 @@ def drafter_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
     "rope_theta": cfg.rope_theta,
     "use_sliding_window": False,
     "vocab_size": cfg.vocab_size,
+    **form.write(cfg, common),
   }
-  if cfg.dspine is not None:
-    config["dspine_config"] = dataclasses.asdict(cfg.dspine)
-  return config
 
 
 def load_drafter(folder: pathlib.Path | str) -> DrafterCheckpoint:

@@ -18,13 +18,17 @@ from dspine_jax.typing import Params
 class Entry(NamedTuple):
   """One tensor: its released name, our path, and the shape we expect.
 
-  `shape` is ours, that is [in, out] where `transposed` is True.
+  `shape` is ours, that is [in, out] where `transposed` is True. An optional
+  tensor may be missing, in a file and in our tree. `legacy` is a name that
+  older files have for it.
   """
 
   name: str
   path: tuple[str | int, ...]
   shape: tuple[int, ...]
   transposed: bool = False
+  optional: bool = False
+  legacy: str | None = None
 
 
 def decoder_layer(
@@ -117,13 +121,20 @@ def load(
   params: dict = {}
   problems = []
   for entry in entries:
-    array = tensors.get(entry.name)
+    known = [entry.name] if entry.legacy is None else [entry.name, entry.legacy]
+    spellings = [
+      spelling
+      for name in known
+      for spelling in (
+        name,
+        optional_prefix + name,
+        name.removeprefix(optional_prefix),
+      )
+    ]
+    array = next((tensors[x] for x in spellings if x in tensors), None)
     if array is None:
-      array = tensors.get(optional_prefix + entry.name)
-    if array is None:
-      array = tensors.get(entry.name.removeprefix(optional_prefix))
-    if array is None:
-      problems.append(f"missing {entry.name}")
+      if not entry.optional:
+        problems.append(f"missing {entry.name}")
       continue
     value = array.T if entry.transposed else array
     if value.shape != entry.shape:
@@ -149,8 +160,13 @@ def export(params: Params, entries: Iterable[Entry]) -> dict[str, np.ndarray]:
   tensors = {}
   for entry in entries:
     value: Any = params
-    for key in entry.path:
-      value = value[key]
+    try:
+      for key in entry.path:
+        value = value[key]
+    except KeyError:
+      if entry.optional:
+        continue
+      raise
     array = np.asarray(value)
     tensors[entry.name] = np.ascontiguousarray(
       array.T if entry.transposed else array

@@ -50,7 +50,7 @@ class DecodeState:
   """Everything a request batch carries from round to round.
 
   Attributes:
-    tokens: [B, max_new + block] int32, generated tokens; what lies behind
+    tokens: [B, max_new + M + 1] int32, generated tokens; what lies behind
       `num_tokens` is undefined.
     num_tokens: [B] int32, generated tokens so far.
     anchor: [B] int32, the last of them; its target state is not cached yet.

@@ -10,6 +10,10 @@ unchanged:
   exact_match  the target draws its own token at every slot; x stands while the
                two are equal (draft greedy or sampled).
 
+A proposal may end early (`lengths`). The token behind its end is then drawn
+like the bonus, from the target's law: nothing was proposed there that could
+fall.
+
 Draft, acceptance and replacement use keys of their own: a replacement drawn
 with the noise of its draft would not follow the target's law.
 """
@@ -37,9 +41,14 @@ class Verdict:
   next_token: Int[Array, "b"]
 
 
-def _longest_prefix(stands: Bool[Array, "b m"]) -> Int[Array, "b"]:
-  """[1, 1, 0, 1] -> 2."""
-  return jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=-1), axis=-1)
+def _longest_prefix(
+  stands: Bool[Array, "b m"], proposal: contract.Proposal
+) -> Int[Array, "b"]:
+  """[1, 1, 0, 1] -> 2, and no more than were proposed."""
+  count = jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=-1), axis=-1)
+  if proposal.lengths is None:
+    return count
+  return jnp.minimum(count, proposal.lengths)
 
 
 def _at(values: jax.Array, index: Int[Array, "b"]) -> jax.Array:
@@ -62,7 +71,7 @@ def greedy(
   """
   del sampling_cfg, accept_keys, replace_keys
   best = sampling.argmax(logits)
-  accepted = _longest_prefix(proposal.tokens == best[:, :-1])
+  accepted = _longest_prefix(proposal.tokens == best[:, :-1], proposal)
   return Verdict(accepted=accepted, next_token=_at(best, accepted))
 
 
@@ -90,10 +99,13 @@ def rejection(
   q_of = jnp.take_along_axis(q, tokens, axis=-1)[..., 0]
   uniform = jax.vmap(lambda key: jax.random.uniform(key, p_of.shape[1:]))
   stands = uniform(accept_keys) * q_of < p_of
-  accepted = _longest_prefix(stands)
+  accepted = _longest_prefix(stands, proposal)
   # Behind the last proposal q is zero, so that the residual is p: the bonus.
   q_padded = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-  rest = sampling.residual(_at(p, accepted), _at(q_padded, accepted))
+  q_at = _at(q_padded, accepted)
+  if proposal.lengths is not None:
+    q_at = jnp.where((accepted == proposal.lengths)[:, None], 0.0, q_at)
+  rest = sampling.residual(_at(p, accepted), q_at)
   return Verdict(
     accepted=accepted, next_token=sampling.draw(replace_keys, rest)
   )
@@ -111,7 +123,7 @@ def exact_match(
   del replace_keys
   p = sampling.probabilities(logits, sampling_cfg)
   posterior = sampling.draw(accept_keys, p)
-  accepted = _longest_prefix(proposal.tokens == posterior[:, :-1])
+  accepted = _longest_prefix(proposal.tokens == posterior[:, :-1], proposal)
   return Verdict(accepted=accepted, next_token=_at(posterior, accepted))
 
 

@@ -6,9 +6,11 @@ affair, expressed through the configuration and the functions below.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from flax import struct
+from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dspine_jax.typing import (
@@ -96,13 +98,35 @@ class LossWindow:
   Attributes:
     denominator: sum of weights over the window.
     ce_scale: mean backbone cross-entropy over the window, or None to take it
-      from the batch itself (no accumulation).
-    alignment_weight: beta at this step.
+      from the batch itself (no accumulation). Only for methods with
+      `Drafter.needs_ce_scale`.
+    scheduled_weight: `Schedule.weight` at this step; 0 in evaluation.
   """
 
   denominator: Float[Array, ""]
   ce_scale: Float[Array, ""] | None
-  alignment_weight: Float[Array, ""]
+  scheduled_weight: Float[Array, ""]
+
+
+@struct.dataclass
+class Schedule:
+  """What a method varies over training, at one step.
+
+  Attributes:
+    weight: weight of the one term that rises or falls (DSpine: beta of the
+      alignment; Domino: lambda of the base cross-entropy).
+    replacement: probability that a block reads its true predecessors; None for
+      methods without replacement, which then draw nothing.
+  """
+
+  weight: Float[Array, ""]
+  replacement: Float[Array, ""] | None = None
+
+
+def no_schedule(step: Any, total_steps: int, cfg: Any) -> Schedule:
+  """The schedule of methods whose objective is the same at every step."""
+  del step, total_steps, cfg
+  return Schedule(weight=jnp.zeros(()))
 
 
 @struct.dataclass
@@ -111,12 +135,13 @@ class LossReport:
 
   Attributes:
     sums: name -> numerator (weighted by `Supervision.weights`).
-    hits: [P] supervised slots whose proposed token is the label (DSpine: the
-      refined choice given the true predecessor, which has the walk's accepted
-      length).
+    hits: [P] supervised slots whose proposed token is the label (methods with
+      a walk: the choice given the true predecessors, which has the walk's
+      accepted length).
     prefix_hits: [P] supervised slots with this and all earlier slots right.
     base_hits: [P] the same as `hits` for the argmax of the plain logits.
-    covered: [P] supervised slots whose label is a candidate.
+    covered: [P] supervised slots whose label is a candidate (methods without
+      candidates: the same as `hits`).
     supervised: [P] supervised slots.
     weight: sum of weights.
   """
@@ -130,6 +155,46 @@ class LossReport:
   weight: Float[Array, ""]
 
 
+def counts(
+  terms: dict[str, jax.Array], valid: Bool[Array, "n p"]
+) -> dict[str, jax.Array]:
+  """Per-slot counts [P] of a chunk of blocks, for `loss_report`.
+
+  Args:
+    terms: `hit` [blocks, P], and `base_hit` and `covered` where they differ.
+    valid: supervised slots.
+  """
+  hit = terms["hit"] & valid
+  prefix = jnp.cumprod(hit.astype(jnp.float32), axis=-1)
+
+  def count(name):
+    right = terms.get(name, hit) & valid
+    return jnp.sum(right, axis=0).astype(jnp.float32)
+
+  return {
+    "hits": count("hit"),
+    "prefix_hits": jnp.sum(prefix, axis=0),
+    "base_hits": count("base_hit"),
+    "covered": count("covered"),
+  }
+
+
+_COUNTS = ("hits", "prefix_hits", "base_hits", "covered")
+
+
+def loss_report(
+  sums: dict[str, jax.Array], supervision: Supervision
+) -> LossReport:
+  """A report from weighted sums and the `counts` among them."""
+  terms = {name: x for name, x in sums.items() if name not in _COUNTS}
+  return LossReport(
+    sums=terms,
+    **{name: sums[name] for name in _COUNTS},
+    supervised=jnp.sum(supervision.valid, axis=(0, 1)).astype(jnp.float32),
+    weight=jnp.sum(supervision.weights),
+  )
+
+
 @struct.dataclass
 class Proposal:
   """Draft tokens of one round and the distribution they were drawn from.
@@ -138,10 +203,13 @@ class Proposal:
     tokens: [B, M] int32.
     probs: [B, M, V] float32, q: the law of each token given the earlier ones
       of the same proposal; None for a deterministic (greedy) draft.
+    lengths: [B] int32, how many of the tokens are proposed, 0..M; None for all.
+      Whether a token is may depend on the tokens before it, not on itself.
   """
 
   tokens: Int[Array, "b m"]
   probs: Float[Array, "b m v"] | None = None
+  lengths: Int[Array, "b"] | None = None
 
 
 class Drafter(NamedTuple):
@@ -160,6 +228,9 @@ class Drafter(NamedTuple):
     proposal_kinds: names that `propose` takes as `kind` at T > 0.
     entries: (cfg) -> released tensor names of {"params", "buffers"}, see
       `checkpoints.names`.
+    schedule: (step, total_steps, cfg) -> Schedule; the step may be traced.
+    needs_ce_scale: whether the loss reads `LossWindow.ce_scale`, which costs a
+      pass without gradients when gradients are accumulated.
   """
 
   init: Callable
@@ -170,3 +241,5 @@ class Drafter(NamedTuple):
   propose: Callable
   proposal_kinds: tuple[str, ...]
   entries: Callable
+  schedule: Callable[[Any, int, Any], Schedule] = no_schedule
+  needs_ce_scale: bool = False

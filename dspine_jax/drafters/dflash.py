@@ -78,15 +78,7 @@ def loss(
   total, sums = losses.chunked_sum(
     _chunk_loss, chunk_size, {}, rows, tables.head, constants
   )
-  report = contract.LossReport(
-    sums={"ce": total},
-    hits=sums["hits"],
-    prefix_hits=sums["prefix_hits"],
-    base_hits=sums["hits"],
-    covered=sums["hits"],
-    supervised=jnp.sum(supervision.valid, axis=(0, 1)).astype(jnp.float32),
-    weight=jnp.sum(supervision.weights),
-  )
+  report = contract.loss_report(sums | {"ce": total}, supervision)
   return losses.safe_divide(total, window.denominator), report
 
 
@@ -104,17 +96,8 @@ def _chunk_loss(params, hidden, head, constants):
   # slower than its maximum.
   label_logit = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
   hit = label_logit == jnp.max(logits, axis=-1)
-  return jnp.sum(ce * constants["weights"]), hit_sums(hit, constants["valid"])
-
-
-def hit_sums(hit: jax.Array, valid: jax.Array) -> dict[str, jax.Array]:
-  """Per-slot counts of right tokens, alone and with all earlier ones right."""
-  hit = hit & valid
-  prefix = jnp.cumprod(hit.astype(jnp.float32), axis=-1)
-  return {
-    "hits": jnp.sum(hit, axis=0).astype(jnp.float32),
-    "prefix_hits": jnp.sum(prefix, axis=0),
-  }
+  counts = contract.counts({"hit": hit}, constants["valid"])
+  return jnp.sum(ce * constants["weights"]), counts
 
 
 def propose(

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 
 from dspine_jax import configs, layers
 from dspine_jax.checkpoints import names
-from dspine_jax.decoding import sampling
 from dspine_jax.drafters import (
   backbone,
   contract,
@@ -22,7 +21,7 @@ from dspine_jax.drafters import (
 )
 from dspine_jax.drafters import candidates as candidates_lib
 from dspine_jax.target import model
-from dspine_jax.training import losses
+from dspine_jax.training import losses, schedules
 from dspine_jax.typing import Key, Params, PyTree
 
 
@@ -251,23 +250,10 @@ def loss(
   scale = window.ce_scale
   if scale is None:
     scale = losses.safe_divide(sums["ce"], jnp.sum(supervision.weights))
-  scale = jax.lax.stop_gradient(scale) * window.alignment_weight
+  scale = jax.lax.stop_gradient(scale) * window.scheduled_weight
   value = (total + scale * alignment) / jnp.maximum(window.denominator, 1.0)
-  report = contract.LossReport(
-    sums={
-      "ce": sums["ce"],
-      "l1": sums["l1"],
-      "refinement": sums["refinement"],
-      "alignment": alignment,
-    },
-    hits=sums["hits"],
-    prefix_hits=sums["prefix_hits"],
-    base_hits=sums["base_hits"],
-    covered=sums["covered"],
-    supervised=jnp.sum(supervision.valid, axis=(0, 1)).astype(jnp.float32),
-    weight=jnp.sum(supervision.weights),
-  )
-  return value, report
+  sums = sums | {"alignment": alignment}
+  return value, contract.loss_report(sums, supervision)
 
 
 def token_alignment(
@@ -344,7 +330,7 @@ def chunk_terms(options: configs.DSpineOptions, eps: float):
 
   def chunk_loss(last, rows, head, constants):
     terms = token_terms(last, rows, head, constants, options, eps)
-    weights, valid = constants["weights"], constants["valid"]
+    weights = constants["weights"]
     sums = {
       name: jnp.sum(terms[name] * weights)
       for name in ("ce", "l1", "refinement")
@@ -352,13 +338,7 @@ def chunk_terms(options: configs.DSpineOptions, eps: float):
     ce_share = options.ce_weight
     value = ce_share * sums["ce"] + (1 - ce_share) * sums["l1"]
     value = value + sums["refinement"]
-
-    def count(name):
-      return jnp.sum(terms[name] & valid, axis=0).astype(jnp.float32)
-
-    sums |= dflash.hit_sums(terms["hit"], valid)
-    sums |= {"covered": count("covered"), "base_hits": count("base_hit")}
-    return value, sums
+    return value, sums | contract.counts(terms, constants["valid"])
 
   return chunk_loss
 
@@ -375,69 +355,41 @@ def propose(
   kind: str,
   keys: jax.Array,
 ) -> contract.Proposal:
-  """Candidates, transition cache, walk.
-
-  Kinds:
-    greedy: argmax walk (section 6).
-    full_support: refined scores share the base mass of the candidates, base
-      probabilities outside them. The token that a slot takes if it leaves its
-      candidates is drawn beforehand, so it is one more predecessor row of the
-      next slot and the serial part stays a look-up.
-    candidates: refined scores alone, support of top_k tokens.
-    base: independent samples of the base logits, no refinement.
-  """
-  first, top_k = cfg.first_slot, options_of(cfg).top_k
+  """Candidates, transition cache, walk; kinds as in `candidates.propose`."""
+  first = cfg.first_slot
   logits = model.head_logits(tables.head, output.hidden[:, 0, first:])
-  if kind == "base":
-    q = sampling.probabilities(logits, sampling_cfg)
-    return contract.Proposal(tokens=sampling.draw(keys, q), probs=q)
-  _, ids = candidates_lib.top_candidates(logits, top_k)
-  assert output.pre_injection is not None
-  last = refinement_params(params)
-  u = output.pre_injection[:, 0, first:]
-  rows = tables.head[ids]
+  pre_injection, last = output.pre_injection, refinement_params(params)
+  assert pre_injection is not None
 
-  def scores_given(predecessors):
-    codes = buffers["transfer_codes"][predecessors]
-    return transition_scores(last, u, codes, rows, cfg.rms_norm_eps)
-
-  if kind == "greedy":
-    predecessors = candidates_lib.predecessor_ids(anchor_tokens, ids)
-    tokens = candidates_lib.greedy_walk(scores_given(predecessors), ids)
-    return contract.Proposal(tokens=tokens.astype(jnp.int32))
-
-  base = sampling.probabilities(logits, sampling_cfg)
-  inside = jnp.take_along_axis(base, ids, axis=-1)
-  walk_keys, outside_keys = _split_rows(keys)
-  choices, outside_mass = ids, None
-  if kind == "full_support":
-    outside = candidates_lib.with_candidates(base, ids, jnp.zeros_like(inside))
-    outside_mass = jnp.sum(outside, axis=-1)
-    extra = sampling.draw(outside_keys, outside)
-    choices = jnp.concatenate([ids, extra[..., None]], axis=-1)
-  predecessors = candidates_lib.predecessor_ids(anchor_tokens, choices)
-  scores = scores_given(predecessors) / sampling_cfg.temperature
-  # What top-k or top-p removed from the full distribution stays removed.
-  scores = jnp.where(inside[:, :, None] > 0, scores, -jnp.inf)
-  log_law = jax.nn.log_softmax(scores)
-  if outside_mass is not None:
-    inside_mass = jnp.sum(inside, axis=-1)
-    log_law = log_law + jnp.log(inside_mass)[:, :, None, None]
-    leave = jnp.broadcast_to(
-      jnp.log(outside_mass)[:, :, None, None], (*log_law.shape[:-1], 1)
+  def scores_of(predecessors, ids):
+    return transition_scores(
+      last,
+      pre_injection[:, 0, first:],
+      buffers["transfer_codes"][predecessors],
+      tables.head[ids],
+      cfg.rms_norm_eps,
     )
-    log_law = jnp.concatenate([log_law, leave], axis=-1)
-  noise = sampling.gumbel(walk_keys, choices.shape[1:])
-  tokens, law = candidates_lib.sampled_walk(log_law, choices, noise)
-  others = base if kind == "full_support" else jnp.zeros_like(base)
-  on_candidates = jnp.exp(law[..., :top_k])
-  probs = candidates_lib.with_candidates(others, ids, on_candidates)
-  return contract.Proposal(tokens=tokens.astype(jnp.int32), probs=probs)
+
+  return candidates_lib.propose(
+    logits,
+    options_of(cfg).top_k,
+    scores_of,
+    anchor_tokens,
+    sampling_cfg=sampling_cfg,
+    kind=kind,
+    keys=keys,
+  )
 
 
-def _split_rows(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-  split = jax.vmap(jax.random.split)(keys)
-  return split[:, 0], split[:, 1]
+def schedule(
+  step: jax.typing.ArrayLike, total_steps: int, cfg: configs.DrafterConfig
+) -> contract.Schedule:
+  """beta of the alignment and rho of the replacement (section 7)."""
+  options = options_of(cfg)
+  return contract.Schedule(
+    weight=schedules.alignment_weight(step, options),
+    replacement=schedules.replacement_probability(step, total_steps, options),
+  )
 
 
 def entries(cfg: configs.DrafterConfig) -> list[names.Entry]:
@@ -487,6 +439,8 @@ DRAFTER = contract.Drafter(
   supervised=supervised,
   loss=loss,
   propose=propose,
-  proposal_kinds=("full_support", "candidates", "base"),
+  proposal_kinds=candidates_lib.KINDS,
   entries=entries,
+  schedule=schedule,
+  needs_ce_scale=True,
 )

@@ -1,10 +1,20 @@
 """DRAFTERS: the name of a method -> its functions. The only such table."""
 
 from dspine_jax import configs
-from dspine_jax.drafters import contract, dflash, dspine
+from dspine_jax.drafters import (
+  contract,
+  dflash,
+  dflash2,
+  domino,
+  dspark,
+  dspine,
+)
 
 DRAFTERS: dict[str, contract.Drafter] = {
   "dflash": dflash.DRAFTER,
+  "dflash2": dflash2.DRAFTER,
+  "domino": domino.DRAFTER,
+  "dspark": dspark.DRAFTER,
   "dspine": dspine.DRAFTER,
 }
 

@@ -1,4 +1,7 @@
-"""Schedules of DSpine's objective as functions of the step (dspine, 7).
+"""Schedules of the objectives as functions of the step.
+
+DSpine's alignment and replacement (dspine, 7); Domino's curriculum (baselines,
+5.2).
 
 Steps may be traced; totals are static. The learning rate is in `optimizer.py`.
 """
@@ -30,3 +33,10 @@ def replacement_probability(
   else:
     falling = jnp.clip((end - done) / (end - hold), 0.0, 1.0)
   return options.replacement_probability * falling
+
+
+def base_share(step, total_steps: int, options: configs.DominoOptions):
+  """lambda: from its start linearly to zero; the rest is the final loss."""
+  decay_steps = max(1, int(total_steps * options.lambda_decay_ratio))
+  done = jnp.asarray(step, jnp.float32) / decay_steps
+  return options.lambda_start * jnp.clip(1.0 - done, 0.0, 1.0)

@@ -1,9 +1,9 @@
 """One optimiser step of a drafter, and one evaluation step.
 
 The window of a step is [A, B, ...]: A micro-batches whose gradients are summed.
-Denominators and the alignment scale are those of the whole window, so that a
-window of A micro-batches gives the gradient of one large batch. Methods that
-scale a term by their mean cross-entropy get a gradient-free pre-pass, replayed
+Denominators and the scale that some methods take from their own cross-entropy
+are those of the whole window, so that a window of A micro-batches gives the
+gradient of one large batch. Such methods get a gradient-free pre-pass, replayed
 with the same random draws; with one micro-batch it is not needed.
 """
 
@@ -16,7 +16,7 @@ from jax import numpy as jnp
 
 from dspine_jax import configs
 from dspine_jax.drafters import backbone, contract, methods
-from dspine_jax.training import anchors, losses, optimizer, schedules
+from dspine_jax.training import anchors, losses, optimizer
 from dspine_jax.typing import Key, Params, PyTree
 
 
@@ -134,17 +134,14 @@ def window_gradient(
 ) -> tuple[jax.Array, contract.LossReport, Params]:
   """Loss, report and gradient of a window [A, B, ...]."""
   method = methods.drafter(cfg)
-  rho = beta = None
-  if cfg.dspine is not None:
-    rho = schedules.replacement_probability(
-      step, train.optimizer.total_steps, cfg.dspine
-    )
-    beta = schedules.alignment_weight(step, cfg.dspine)
+  schedule = method.schedule(step, train.optimizer.total_steps, cfg)
   count = batches.tokens.shape[0]
   micros = []
   for index, micro_key in enumerate(jax.random.split(key, count)):
     batch = jax.tree.map(lambda x, i=index: x[i], batches)
-    draws = draw(micro_key, batch.loss_mask, train.num_anchors, rho)
+    draws = draw(
+      micro_key, batch.loss_mask, train.num_anchors, schedule.replacement
+    )
     supervision = anchors.supervise(
       batch, draws.anchors, draws.keep, method.supervised, cfg=cfg
     )
@@ -154,7 +151,7 @@ def window_gradient(
   window = contract.LossWindow(
     denominator=denominator,
     ce_scale=None,
-    alignment_weight=jnp.zeros(()) if beta is None else beta,
+    scheduled_weight=schedule.weight,
   )
 
   def objective(params, window, micro):
@@ -171,7 +168,7 @@ def window_gradient(
       chunk_size=train.chunk_blocks,
     )
 
-  if beta is not None and count > 1:
+  if method.needs_ce_scale and count > 1:
     # The pre-pass is not differentiated; it only sums cross-entropies.
     reports = [objective(params, window, micro)[1] for micro in micros]
     ce = jnp.sum(jnp.stack([report.sums["ce"] for report in reports]))
@@ -241,7 +238,7 @@ def make_eval_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
     window = contract.LossWindow(
       denominator=jnp.sum(supervision.weights),
       ce_scale=None,
-      alignment_weight=jnp.zeros(()),
+      scheduled_weight=jnp.zeros(()),
     )
     return micro_loss(
       params,

@@ -61,6 +61,7 @@ class Case:
     params: trainable parameters, unrolled.
     buffers: frozen arrays.
     cfg: its configuration, with the recorded decay constant.
+    batch: tokens, mask, features and teacher states of `inputs.npz`.
     blocks: of the training layout, without replacement.
     supervision: labels, weights and teacher states.
     keep: `block_keep` as the index of what is compared.
@@ -72,6 +73,7 @@ class Case:
   params: Params
   buffers: PyTree
   cfg: configs.DrafterConfig
+  batch: anchors.TrainBatch
   blocks: Blocks
   supervision: contract.Supervision
   keep: np.ndarray
@@ -87,11 +89,7 @@ def load(folder: report.Folder) -> Case:
   target = target_parity.load_beside(folder.path)
   loaded = drafter_folder.load_drafter(folder.path)
   drafter_folder.check_fits(loaded.cfg, target.cfg)
-  cfg, inputs = loaded.cfg, folder.inputs
-  if "loss_decay_gamma" in folder.outputs:
-    # A setting of the recorded run that config.json does not hold.
-    gamma = float(folder.outputs["loss_decay_gamma"])
-    cfg = dataclasses.replace(cfg, decay_gamma=gamma)
+  cfg, inputs = _as_recorded(loaded.cfg, folder.outputs), folder.inputs
   tokens = inputs["input_ids"]
   keep = inputs["block_keep"]
   # Methods without a teacher record no states; theirs are never read.
@@ -118,6 +116,7 @@ def load(folder: report.Folder) -> Case:
     params=loaded.params,
     buffers=loaded.buffers,
     cfg=cfg,
+    batch=batch,
     blocks=Blocks(
       anchors=inputs["anchor_positions"],
       keep=keep,
@@ -128,6 +127,36 @@ def load(folder: report.Folder) -> Case:
     supervision=supervision,
     keep=keep,
   )
+
+
+def reconfigured(case: Case, **changes: Any) -> Case:
+  """The same weights and inputs read with another configuration."""
+  cfg = dataclasses.replace(case.cfg, **changes)
+  _, supervision = _supervise(
+    case.batch, case.blocks.anchors, case.keep, cfg=cfg
+  )
+  return dataclasses.replace(case, cfg=cfg, supervision=supervision)
+
+
+def _as_recorded(
+  cfg: configs.DrafterConfig, outputs: report.Arrays
+) -> configs.DrafterConfig:
+  """With the settings of the recorded run that config.json does not hold."""
+  if "loss_decay_gamma" in outputs:
+    gamma = float(outputs["loss_decay_gamma"])
+    cfg = dataclasses.replace(cfg, decay_gamma=gamma)
+  options = getattr(cfg, cfg.method, None)
+  if options is None:
+    return cfg
+  fields = [field.name for field in dataclasses.fields(options)]
+  # Shortest decimal of a recorded float32: 0.1, not its float64 neighbour.
+  changes = {
+    name: float(str(outputs[name]))
+    for name in fields
+    if name in outputs and outputs[name].dtype == np.float32
+  }
+  options = dataclasses.replace(options, **changes)
+  return dataclasses.replace(cfg, **{cfg.method: options})
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
@@ -142,7 +171,7 @@ def _supervise(batch, anchor_positions, keep, *, cfg):
 def layouts(params: Params) -> dict[str, Params]:
   """The same drafter with unrolled and with stacked (scanned) layers."""
   stacked = {
-    part: target_parity.layouts(tree)["scanned"]
+    part: target_parity.layouts(tree)["scanned"] if "layers" in tree else tree
     for part, tree in params.items()
   }
   return {"unrolled": params, "scanned": stacked}
@@ -167,22 +196,31 @@ def forward(params, buffers, tables, blocks: Blocks, *, cfg):
   return output, model.head_logits(tables.head, output.hidden)
 
 
+def one_a_row(
+  output: contract.DrafterOutput, blocks: Blocks
+) -> tuple[contract.DrafterOutput, jax.Array]:
+  """Blocks [B, N] as requests [B * N, 1], and their anchor tokens."""
+
+  def reshape(x):
+    return x.reshape(-1, 1, *x.shape[2:])
+
+  # Layer features serve the loss only.
+  output = dataclasses.replace(output, layer_features=None)
+  output = jax.tree.map(reshape, output)
+  return output, blocks.tokens[:, :, 0].reshape(-1)
+
+
 @functools.partial(jax.jit, static_argnames="cfg")
 def propose(output, buffers, tables, params, blocks: Blocks, *, cfg):
   """Greedy proposals [B, N, P] of all blocks, as the decode loop makes them."""
   batch, num_blocks = blocks.anchors.shape
-
-  def one_a_row(x):
-    return x.reshape(batch * num_blocks, 1, *x.shape[2:])
-
-  # Layer features serve the loss only.
-  output = jax.tree.map(one_a_row, output.replace(layer_features=None))
+  output, anchor_tokens = one_a_row(output, blocks)
   proposal = methods.drafter(cfg).propose(
     params,
     buffers,
     tables,
     output,
-    blocks.tokens[:, :, 0].reshape(-1),
+    anchor_tokens,
     cfg=cfg,
     sampling_cfg=configs.SamplingConfig(),
     kind="greedy",
@@ -193,7 +231,7 @@ def propose(output, buffers, tables, params, blocks: Blocks, *, cfg):
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def gradient(
-  params, buffers, tables, blocks: Blocks, supervision, alignment_weight, *, cfg
+  params, buffers, tables, blocks: Blocks, supervision, scheduled_weight, *, cfg
 ):
   """((loss, report), gradient) of the method's training loss."""
 
@@ -205,7 +243,7 @@ def gradient(
       tables,
       output,
       supervision,
-      alignment_weight,
+      scheduled_weight,
       None,
       cfg=cfg,
     )
@@ -220,7 +258,7 @@ def objective(
   tables,
   output,
   supervision,
-  alignment_weight,
+  scheduled_weight,
   ce_scale,
   *,
   cfg,
@@ -229,7 +267,7 @@ def objective(
   window = contract.LossWindow(
     denominator=jnp.sum(supervision.weights),
     ce_scale=ce_scale,
-    alignment_weight=alignment_weight,
+    scheduled_weight=scheduled_weight,
   )
   return methods.drafter(cfg).loss(
     params,
@@ -353,6 +391,12 @@ def single_block(case: Case, check: report.Comparison) -> Blocks | None:
     made = _layout(case.params["backbone"], picked, cfg=case.cfg)
     check.exact("infer_attention_mask", made["mask"])
   return picked
+
+
+@jax.jit
+def token_ce(logits, labels) -> jax.Array:
+  """Cross-entropy of every slot."""
+  return losses.cross_entropy(jax.nn.log_softmax(logits), labels)
 
 
 def accuracy(hits: jax.Array, supervised: jax.Array) -> np.ndarray:

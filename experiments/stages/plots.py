@@ -10,7 +10,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 # One colour a method, in every picture.
-COLORS = {"autoregressive": "#8c8c8c", "dflash": "#1f77b4", "dspine": "#d62728"}
+COLORS = {
+  "autoregressive": "#8c8c8c",
+  "dflash": "#1f77b4",
+  "dflash2": "#17becf",
+  "domino": "#2ca02c",
+  "dspark": "#ff7f0e",
+  "dspine": "#d62728",
+}
 
 
 def acceptance_by_position(

@@ -73,4 +73,32 @@ def draft_flops(
     per_slot = 3 * rank * size + size * cfg.hidden_size
     per_slot += 2 * rank * cfg.hidden_size
     total += 2 * cfg.num_layers * slots * per_slot
+  if cfg.dflash2 is not None:
+    options = cfg.dflash2
+    groups = cfg.hidden_size // options.conv_group_size
+    # Two sublayers with two sides each.
+    columns = 4 * options.conv_kernel_size * groups
+    total += 2 * cfg.num_layers * slots * cfg.hidden_size * columns
   return total
+
+
+def selection_flops(cfg: configs.DrafterConfig, rows: int) -> float:
+  """Matmul FLOPs of what corrects the logits of `rows` slots.
+
+  Given their predecessors; DSpine's refinement is not counted.
+  """
+  width, per_row = cfg.hidden_size, 0
+  if cfg.dflash2 is not None:
+    per_row = cfg.dflash2.selector_rank * (width + cfg.dflash2.selector_top_k)
+  if cfg.domino is not None:
+    size, rank = cfg.domino.gru_hidden_dim, cfg.domino.emb_dim
+    per_row = (width + size) * (3 * size + rank) + rank * cfg.vocab_size
+  if cfg.dspark is not None:
+    rank = cfg.dspark.markov_rank
+    mixer = {
+      "vanilla": 0,
+      "gated": (width + rank) * rank,
+      "rnn": (width + 2 * rank) * 3 * rank,
+    }
+    per_row = rank * cfg.vocab_size + mixer[cfg.dspark.markov_head_type]
+  return 2 * rows * per_row

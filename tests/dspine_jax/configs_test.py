@@ -182,3 +182,56 @@ def test_a_drafter_takes_widths_taps_and_conventions():
   assert dflash.dspine is None and dspine.dspine.transfer_rank == 8
   assert dflash.decay_gamma == 4 and dspine.decay_gamma == 7
   assert dspine.block_size == 16 and dspine.num_proposals == 15
+
+
+@pytest.mark.parametrize(
+  ("method", "proposals", "gamma", "options"),
+  [
+    ("dflash", 7, 4.0, None),
+    ("dflash2", 7, 4.0, configs.DFlash2Options()),
+    ("domino", 8, 7.0, configs.DominoOptions()),
+    ("dspark", 8, 4.0, configs.DSparkOptions()),
+    ("dspine", 7, 7.0, configs.DSpineOptions(replacement_layers=2)),
+  ],
+)
+def test_a_method_takes_its_released_conventions(
+  method, proposals, gamma, options
+):
+  target = tiny_models.target_config(num_layers=36, hidden_size=1024)
+  others = {"dspark": configs.DSparkOptions(markov_rank=3)}
+  cfg = configs.drafter_for(
+    target,
+    method,
+    num_layers=3,
+    mask_token_id=60,
+    block_size=8,
+    **(others if method != "dspark" else {}),
+  )
+  assert (cfg.num_proposals, cfg.decay_gamma) == (proposals, gamma)
+  assert cfg.is_causal == (method == "dspine")
+  for name in ("dflash2", "domino", "dspark", "dspine"):
+    assert getattr(cfg, name) == (options if name == method else None)
+
+
+@pytest.mark.parametrize(
+  ("options", "changes", "match"),
+  [
+    ("DFlash2Options", {"selector_rank": 0}, "selector_rank=0: must be"),
+    ("DFlash2Options", {"conv_kernel_size": 0}, "conv_kernel_size=0"),
+    ("DFlash2Options", {"final_logit_softcapping": 0.0}, "softcapping=0.0"),
+    ("DFlash2Options", {"selector_loss_alpha": -1.0}, "alpha=-1.0: must not"),
+    ("DominoOptions", {"gru_hidden_dim": 0}, "gru_hidden_dim=0: must be"),
+    ("DominoOptions", {"pure_draft_prefix_len": -1}, "prefix_len=-1: must not"),
+    ("DominoOptions", {"lambda_start": 1.5}, "lambda_start=1.5: must lie"),
+    ("DSparkOptions", {"markov_head_type": "lstm"}, "type='lstm': not in"),
+    ("DSparkOptions", {"l1_loss_alpha": -0.1}, "alpha=-0.1: must not"),
+    (
+      "DSparkOptions",
+      {"confidence_threshold": 0.5, "enable_confidence_head": False},
+      "confidence_threshold=0.5: needs enable_confidence_head",
+    ),
+  ],
+)
+def test_impossible_options_of_a_method_are_refused(options, changes, match):
+  with pytest.raises(ValueError, match=match):
+    getattr(configs, options)(**changes)

@@ -149,17 +149,17 @@ def test_an_array_that_is_unknown_or_missing_fails(tmp_path):
 
 def test_methods_without_code_are_named_and_fail_only_if_asked_for(tmp_path):
   golden = copy(tmp_path, "qwen3_target")
-  (golden / "domino").mkdir()
-  (golden / "domino" / "config.json").write_text("{}")
+  (golden / "medusa").mkdir()
+  (golden / "medusa" / "config.json").write_text("{}")
   (golden / "notes").mkdir()
   results, lines = run(golden)
   assert not failed(results)
   assert list(results) == ["qwen3_target"]
-  assert "domino: not implemented" in lines
+  assert "medusa: not implemented" in lines
   assert not any("notes" in line for line in lines)
-  assert status(golden=str(golden), methods=["domino"]) == 1
-  with pytest.raises(ValueError, match="dspark.*not in.*domino"):
-    run(golden, "dspark")
+  assert status(golden=str(golden), methods=["medusa"]) == 1
+  with pytest.raises(ValueError, match="eagle.*not in.*medusa"):
+    run(golden, "eagle")
 
 
 @pytest.mark.parametrize("golden", [None, "", "nowhere", "empty"])

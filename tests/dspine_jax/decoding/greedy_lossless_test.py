@@ -32,11 +32,18 @@ FREE = configs.DecodeConfig(max_new_tokens=MAX_NEW + LARGEST_BLOCK)
 # order 5: a smaller margin may be decided by rounding.
 ROUNDING = 1e-5
 
-FAST = [("scripted", 4, 8, 8), ("dspine", 8, 8, 3)]
+FAST = [
+  ("scripted", 4, 8, 8),
+  ("dspine", 8, 8, 3),
+  *[(method, 4, 8, 1) for method in ("dflash2", "domino", "dspark")],
+]
 SLOW = [
   *[("scripted", block, 8, 27) for block in (2, 4, 8, 16)],
   *[("dflash", block, 8, 20) for block in (2, 4, 8, 16)],
   *[("dspine", block, 8, 20) for block in (2, 4, 8, 16)],
+  *[("dflash2", block, 8, 10) for block in (2, 4, 8, 16)],
+  *[("domino", block, 8, 10) for block in (2, 4, 8, 16)],
+  *[("dspark", block, 8, 10) for block in (2, 4, 8, 16)],
   ("scripted", 4, 1, 40),
   ("scripted", 8, 5, 8),
   ("dspine", 4, 3, 14),
@@ -64,7 +71,7 @@ def random_case(rng, batch):
 
 def drafter_config(method, block):
   cfg = tiny_models.drafter_config(
-    "dspine" if method == "dspine" else "dflash",
+    "dflash" if method == "scripted" else method,
     vocab_size=VOCAB,
     num_layers=2,
     block_size=block,

@@ -42,7 +42,7 @@ def target():
   return sharp.replace(params=sharp.params | {"lm_head": head})
 
 
-def drafter(method, name=None, seed=24):
+def drafter(method, name=None, seed=24, dspark=None):
   """A random drafter; `name` is that of another method with its parameters.
 
   With seed 24 every accepted count makes up a good share of the rounds.
@@ -55,6 +55,8 @@ def drafter(method, name=None, seed=24):
     mask_token_id=VOCAB - 1,
     target_layer_ids=(0,),
     num_target_layers=2,
+    dflash2={"selector_top_k": 3},
+    dspark=dspark or {},
     dspine={"transfer_rank": 4, "replacement_layers": 1, "top_k": 3},
   )
   made = decoding_oracles.drafter(cfg, target().tables, seed)
@@ -138,6 +140,11 @@ def test_full_support_and_rejection_follow_the_target_over_several_rounds():
     ("dspine", "rejection", "candidates"),
     ("dspine", "rejection", "base"),
     ("dflash", "rejection", "sampled"),
+    ("dflash2", "rejection", "candidates"),
+    ("dflash2", "rejection", "full_support"),
+    ("domino", "rejection", "sampled"),
+    ("domino", "exact_match", "sampled"),
+    ("dspark", "rejection", "sampled"),
     ("dflash", "exact_match", "greedy"),
     ("dflash", "exact_match", "sampled"),
     ("dspine", "exact_match", "greedy"),
@@ -277,6 +284,31 @@ def test_the_base_law_is_not_that_of_walked_tokens(proposal, monkeypatch):
   model = drafter("dspine", "base_law")
   evidence = decode_many([model], "rejection", proposal)
   assert evidence.whole < WRONG
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "exact_match"])
+def test_ending_a_proposal_by_its_confidence_is_lossless(rule):
+  model = drafter("dspark", dspark={"confidence_threshold": 0.7})
+  evidence = decode_many([model], rule, "sampled")
+  check_follows_the_target(evidence)
+  whole = decode_many([drafter("dspark")], rule, "sampled")
+  assert evidence.accepted < whole.accepted - 0.05, "nothing was ended"
+
+
+@pytest.mark.slow
+def test_ending_a_proposal_by_the_token_itself_is_not(monkeypatch):
+  # What may end a proposal before a token must not depend on that token.
+  def propose(*arguments, **others):
+    made = dflash.propose(*arguments, **others)
+    likely = jnp.take_along_axis(made.probs, made.tokens[..., None], -1)[..., 0]
+    kept = jnp.cumprod((likely > 0.3).astype(jnp.int32), axis=-1)
+    return made.replace(lengths=jnp.sum(kept, axis=-1))
+
+  choosy = dflash.DRAFTER._replace(propose=propose)
+  monkeypatch.setitem(methods.DRAFTERS, "choosy", choosy)
+  evidence = decode_many([drafter("dflash", "choosy")], "rejection", "sampled")
+  assert max(evidence.whole, evidence.single_round) < WRONG
 
 
 @pytest.mark.slow

@@ -238,3 +238,59 @@ def test_replacing_with_the_noise_of_the_draft_is_seen():
   p_value = decoding_oracles.chi_squared(first_token(verdict, proposal), p)
   print(f"the draft's key again: p-value {p_value:.3g}")
   assert p_value < 1e-9
+
+
+# Proposals that end early.
+
+
+def ended(proposal, seed=6):
+  """With lengths 0..M, independent of what was drafted."""
+  rows, drafts = proposal.tokens.shape
+  lengths = np.random.default_rng(seed).integers(0, drafts + 1, rows)
+  return proposal.replace(lengths=jnp.asarray(lengths, jnp.int32))
+
+
+@pytest.mark.parametrize("rule", sorted(verify.RULES))
+def test_no_token_behind_the_end_of_a_proposal_is_accepted(rule):
+  target_logits = logits()
+  if rule == "greedy":
+    tokens = sampling.argmax(target_logits)[:, :-1]
+    proposal = contract.Proposal(tokens=tokens)
+  else:
+    proposal = close_drafts(target_logits, PLAIN)
+  short = ended(proposal)
+  whole, cut = (check(rule, target_logits, one) for one in (proposal, short))
+  lengths = np.asarray(short.lengths)
+  np.testing.assert_array_equal(
+    cut.accepted, np.minimum(whole.accepted, lengths)
+  )
+  # What fell inside falls in the same way.
+  inside = whole.accepted < lengths
+  np.testing.assert_array_equal(
+    cut.next_token[inside], whole.next_token[inside]
+  )
+  assert inside.any() == (rule != "greedy") and not inside.all()
+
+
+def test_a_full_length_is_no_end():
+  target_logits = logits()
+  proposal = close_drafts(target_logits, PLAIN)
+  lengths = jnp.full((ROWS,), DRAFTS, jnp.int32)
+  for rule in verify.RULES:
+    want = check(rule, target_logits, proposal)
+    got = check(rule, target_logits, proposal.replace(lengths=lengths))
+    np.testing.assert_array_equal(got.accepted, want.accepted)
+    np.testing.assert_array_equal(got.next_token, want.next_token)
+
+
+def test_the_token_behind_the_end_follows_the_target_and_not_the_residual():
+  target_logits, proposal = far_drafts()
+  empty = proposal.replace(lengths=jnp.zeros((MANY,), jnp.int32))
+  verdict = check("rejection", target_logits, empty)
+  assert not verdict.accepted.any()
+  p = decoding_oracles.probabilities(np.asarray(target_logits[0, 0]), PLAIN)
+  drawn = verdict.next_token[:, None]
+  assert decoding_oracles.chi_squared(drawn, p) > 1e-3
+  q = np.asarray(proposal.probs[0, 0])
+  rest = decoding_oracles.residual(p, q)
+  assert decoding_oracles.chi_squared(drawn, rest) < 1e-9

@@ -67,7 +67,7 @@ def loss_and_grad(hidden, head, supervision, denominator, *, chunk_size):
       window=contract.LossWindow(
         denominator=denominator,
         ce_scale=None,
-        alignment_weight=jnp.zeros(()),
+        scheduled_weight=jnp.zeros(()),
       ),
       chunk_size=chunk_size,
     )

@@ -88,7 +88,7 @@ def window(denominator, ce_scale=None, beta=BETA):
   return contract.LossWindow(
     denominator=jnp.asarray(denominator, jnp.float32),
     ce_scale=None if ce_scale is None else jnp.asarray(ce_scale, jnp.float32),
-    alignment_weight=jnp.asarray(beta, jnp.float32),
+    scheduled_weight=jnp.asarray(beta, jnp.float32),
   )
 
 

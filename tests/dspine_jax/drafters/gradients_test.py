@@ -8,13 +8,14 @@ import pytest
 from jax import lax
 from jax import numpy as jnp
 
-from dspine_jax.drafters import contract
+from dspine_jax.drafters import contract, methods
 from dspine_jax.training import anchors as anchors_lib
 from dspine_jax.training import losses
 from tests import tiny_models
 
 ANCHORS = jnp.asarray(tiny_models.ANCHORS)
 KEEP = jnp.asarray(tiny_models.KEEP)
+METHODS = sorted(methods.DRAFTERS)
 REPLACE = jnp.array([[True, False, False, False], [False] * 4])
 
 
@@ -33,7 +34,7 @@ def objective(setup, params, tables, buffers, batch, chunk_size):
   window = contract.LossWindow(
     denominator=jnp.sum(supervision.weights),
     ce_scale=None,
-    alignment_weight=jnp.asarray(0.3, jnp.float32),
+    scheduled_weight=jnp.asarray(0.3, jnp.float32),
   )
   value, _ = method.loss(
     params,
@@ -74,14 +75,14 @@ def grads_of(method, embedding=None, batch=None, params=None):
   )
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspine"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("frozen", ["embedding", "head", "buffers"])
 def test_no_gradient_reaches_what_is_frozen(method, frozen):
   for leaf in jax.tree.leaves(grads_of(method)[frozen]):
     assert not np.asarray(leaf).any()
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspine"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_trainable_parameter_gets_a_finite_gradient(method):
   def check(path, leaf):
     assert np.isfinite(leaf).all(), path
@@ -90,7 +91,7 @@ def test_every_trainable_parameter_gets_a_finite_gradient(method):
   jax.tree_util.tree_map_with_path(check, grads_of(method)["params"])
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspine"])
+@pytest.mark.parametrize("method", METHODS)
 def test_gradients_are_finite_at_zero_states(method):
   # A zero embedding and zero features: every norm divides by its epsilon.
   setup = setup_of(method)
@@ -133,24 +134,26 @@ def most_vocabulary_rows(method, chunk_size):
     )
 
   jaxpr = jax.make_jaxpr(jax.value_and_grad(value))(setup.params).jaxpr
-  tables = {table.shape for table in jax.tree.leaves(setup.buffers)}
-  tables |= {setup.tables.head.shape, setup.tables.head.shape[::-1]}
+  tables = jax.tree.leaves((setup.params, setup.buffers, setup.tables))
+  tables = {shape for t in tables for shape in (t.shape, t.shape[::-1])}
   shapes = {shape for shape in intermediates(jaxpr) if vocab in shape}
   assert shapes - tables
   return max(int(np.prod(shape)) // vocab for shape in shapes - tables)
 
 
-SLOTS = 4  # Proposals of a block; the batch has 8 blocks.
+def rows_of(method, blocks):
+  """Proposals of so many blocks; the batch has 8."""
+  return blocks * setup_of(method).cfg.num_proposals
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspine"])
+@pytest.mark.parametrize("method", METHODS)
 def test_no_array_holds_more_vocabulary_rows_than_a_chunk(method):
-  assert most_vocabulary_rows(method, 2) == 2 * SLOTS
+  assert most_vocabulary_rows(method, 2) == rows_of(method, 2)
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspine"])
+@pytest.mark.parametrize("method", METHODS)
 def test_without_chunks_all_vocabulary_rows_are_there_at_once(method):
-  assert most_vocabulary_rows(method, 8) == 8 * SLOTS
+  assert most_vocabulary_rows(method, 8) == rows_of(method, 8)
 
 
 def chunked_but_differentiated_as_usual(
@@ -164,9 +167,36 @@ def chunked_but_differentiated_as_usual(
   return jax.tree.map(lambda x: jnp.sum(x, axis=0), values)
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspine"])
+@pytest.mark.parametrize("method", METHODS)
 def test_an_ordinary_loop_over_chunks_would_keep_them_all(method, monkeypatch):
   monkeypatch.setattr(
     losses, "chunked_sum", chunked_but_differentiated_as_usual
   )
-  assert most_vocabulary_rows(method, 2) == 8 * SLOTS
+  assert most_vocabulary_rows(method, 2) == rows_of(method, 8)
+
+
+def all_at_once(loss, chunk_size, params, rows, shared, row_constants):
+  """The loss of all rows, differentiated as usual."""
+  del chunk_size
+  return loss(params, rows, shared, row_constants)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_change_neither_the_loss_nor_any_gradient(method, monkeypatch):
+  setup = setup_of(method)
+  batch = tiny_models.train_batch(setup.cfg)
+  want = grads_of(method)["params"]
+  monkeypatch.setattr(losses, "chunked_sum", all_at_once)
+
+  def value(params):
+    return objective(setup, params, setup.tables, setup.buffers, batch, 3)
+
+  plain = jax.jit(jax.grad(value))(setup.params)
+  for path, got in jax.tree_util.tree_leaves_with_path(want):
+    other = functools.reduce(
+      lambda tree, key: tree[getattr(key, "key", getattr(key, "idx", None))],
+      path,
+      plain,
+    )
+    bound = 2e-5 * np.abs(other).max()
+    np.testing.assert_allclose(got, other, rtol=0, atol=bound, err_msg=path)

@@ -50,6 +50,7 @@ def alone(setup, row, block):
   ("method", "row", "block"),
   [
     ("dflash", 0, 2),
+    ("dflash2", 0, 1),  # An anchor inside another block.
     ("dspine", 1, 0),  # One context position.
     ("dspine", 0, 3),  # A block that ends behind the training row.
   ],

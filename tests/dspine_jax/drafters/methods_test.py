@@ -2,12 +2,29 @@ import dataclasses
 
 import pytest
 
-from dspine_jax.drafters import dflash, dspine, methods
+from dspine_jax import configs
+from dspine_jax.drafters import (
+  dflash,
+  dflash2,
+  domino,
+  dspark,
+  dspine,
+  methods,
+)
 from tests import tiny_models
+
+MODULES = {
+  "dflash": dflash,
+  "dflash2": dflash2,
+  "domino": domino,
+  "dspark": dspark,
+  "dspine": dspine,
+}
 
 
 def test_a_method_is_found_by_its_name():
-  for name, module in (("dflash", dflash), ("dspine", dspine)):
+  assert set(MODULES) == set(methods.DRAFTERS) == set(configs.CONVENTIONS)
+  for name, module in MODULES.items():
     cfg = tiny_models.drafter_config(name)
     assert methods.drafter(cfg) is module.DRAFTER
     assert methods.DRAFTERS[name] is module.DRAFTER

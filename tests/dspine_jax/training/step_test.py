@@ -145,7 +145,7 @@ def gradient_with_scales_apart(setup):
   window = contract.LossWindow(
     denominator=jnp.sum(weights),
     ce_scale=None,
-    alignment_weight=schedules.alignment_weight(
+    scheduled_weight=schedules.alignment_weight(
       jnp.asarray(STEP), setup.cfg.dspine
     ),
   )
@@ -171,7 +171,7 @@ def gradient_with_scales_apart(setup):
 def test_an_alignment_scale_of_each_micro_batch_would_be_seen(both):
   setup, (_, _, gradient), (_, _, gradient_one) = both
   if setup.cfg.dspine is None:
-    pytest.skip("DFlash has no term with a scale")
+    pytest.skip("no term with a scale")
   apart = gradient_with_scales_apart(setup)
 
   def distance(tree):
