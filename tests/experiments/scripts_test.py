@@ -286,6 +286,7 @@ def test_benchmark_decode_times_both_ways_and_the_parts(
     assert results[name] > 0
 
 
+@pytest.mark.slow
 def test_benchmark_decode_needs_no_files_with_a_preset(root):
   script_runner.run_well(
     "benchmark_decode",
@@ -302,6 +303,7 @@ def test_benchmark_decode_needs_no_files_with_a_preset(root):
   assert "cache" not in results["part_seconds"]
 
 
+@pytest.mark.slow
 def test_benchmark_training_measures_every_method(root):
   path = root / "benchmark_training"
   done = script_runner.run_well(
@@ -414,40 +416,6 @@ def test_quickstart_reuses_what_is_finished(quickstart, text, target):
   new = read_json(path / "results.json")
   for name in ("answers", "parameters", "reports", "gain"):
     assert new[name] == old[name]
-
-
-def test_compare_seeds_adds_a_seed_to_finished_ones(quickstart, root, target):
-  path = root / "seeds"
-  options = {
-    "target": target,
-    "answers": quickstart[0] / "answers",
-    "work_dir": path,
-    "steps": STEPS,
-    "block_size": BLOCK,
-    "eval_prompts": 4,
-  }
-  done = script_runner.run_well("compare_seeds", seeds=[0], **options)
-  assert "8 of 8 greedy outputs equal the target's own" in done.stdout
-  check_work_dir(path, "compare_seeds")
-  first = read_json(path / "results.json")
-  done = script_runner.run_well("compare_seeds", seeds=[0, 1], **options)
-  assert "16 of 16 greedy outputs equal the target's own" in done.stdout
-  results = read_json(path / "results.json")
-  # Training draws from --seed: the same seed again, and another one.
-  assert results["gain_by_seed"][0] == first["gain_by_seed"][0]
-  weights = [
-    (path / f"seed{seed}" / "dspine/drafter/model.safetensors").read_bytes()
-    for seed in (0, 1)
-  ]
-  assert weights[0] != weights[1]
-  cells = [
-    read_json(path / f"seed{seed}" / "cells/dspine_T0.json") for seed in (0, 1)
-  ]
-  rounds = [
-    length for cell in cells for one in cell["round_lengths"] for length in one
-  ]
-  means = results["mean_advancement"]["T=0"]["dspine"]["all"]
-  assert means["pooled"] == pytest.approx(np.mean(rounds))
 
 
 def test_a_drafter_and_its_target_decode_as_the_library_says(

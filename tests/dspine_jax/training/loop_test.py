@@ -14,7 +14,12 @@ from dspine_jax.training import loop, schedules
 from dspine_jax.training import step as step_lib
 from tests import tiny_models
 
-METHODS = sorted(methods.DRAFTERS)
+# Their loops differ in what the methods make of them, hardly from each other.
+SLOW = ("dflash2", "dspark")
+METHODS = [
+  pytest.param(method, marks=pytest.mark.slow) if method in SLOW else method
+  for method in sorted(methods.DRAFTERS)
+]
 TERMS = {
   "dflash": {"ce"},
   "dflash2": {"ce", "selector"},
