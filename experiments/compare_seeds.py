@@ -7,7 +7,7 @@ Both methods start each seed from the same backbone and see the same data, steps
 and optimiser. Held-out prompts are decoded at the given temperatures; the gain
 at temperature 0 is a paired bootstrap over prompts, each prompt's rounds pooled
 over the seeds, for looping and non-looping answers apart. Finished parts are
-kept, so a killed run goes on. Time: about 6 minutes a seed on two CPU cores.
+kept, so a killed run goes on. Time: about 4 minutes a seed on two CPU cores.
 """
 
 import itertools

@@ -8,7 +8,8 @@ higher temperatures every rule and every way to draw the draft is measured. Mean
 advancement counts the bonus token and is given for looping and non-looping
 answers apart (a loop: the target's own answer ends in a period of at most 40
 tokens, three times). Results, with every raw round length, go to
-WORK_DIR/results.json. Time: about a minute on two CPU cores.
+WORK_DIR/results.json. Time on two CPU cores, 200 prompts: half a minute at
+temperature 0, and as long for each rule and way to draw at the others.
 """
 
 import sys
