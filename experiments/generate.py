@@ -95,7 +95,8 @@ def stream_rounds(target, drafter, prompt: np.ndarray, decode, seed: int):
   before = 0
   while True:
     count = int(state.num_tokens[0])
-    yield [int(token) for token in state.tokens[0, before:count]]
+    # On the host: a slice on the device is a new program for each length.
+    yield np.asarray(state.tokens)[0, before:count].tolist()
     before = count
     if bool(state.done[0]):
       return
