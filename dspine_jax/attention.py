@@ -67,20 +67,21 @@ def _forward(q, k, v, mask):
   scores = product("...gth,...gsh->...gts", rows, k) * head_dim**-0.5
   scores = scores.reshape(*batch, groups, repeat, num_queries, num_keys)
   scores = jnp.where(mask[..., None, None, :, :], scores, MASKED)
+  part, weights = weigh(scores.reshape(*rows.shape[:-1], num_keys), v)
+  heads = (*batch, num_heads, num_queries)
+  out = jax.tree.map(lambda x: x.reshape(*heads, x.shape[-1]), part)
+  return out, (rows, k, v, weights)
+
+
+def weigh(scores, v) -> tuple[PartialAttention, jax.Array]:
+  """Masked scores [..., G, T, S] and values as a part, and the weights."""
   maximum = jnp.max(scores, axis=-1, keepdims=True)
   maximum = jnp.maximum(maximum, FLOOR)
   weights = jnp.exp(scores - maximum)
   total = jnp.sum(weights, axis=-1, keepdims=True)
-  weights = weights.reshape(*batch, groups, repeat * num_queries, num_keys)
   weights = weights.astype(v.dtype)
   weighted = product("...gts,...gsh->...gth", weights, v)
-  heads = (*batch, num_heads, num_queries)
-  out = PartialAttention(
-    weighted=weighted.reshape(*heads, head_dim),
-    maximum=maximum.reshape(*heads, 1),
-    total=total.reshape(*heads, 1),
-  )
-  return out, (rows, k, v, weights)
+  return PartialAttention(weighted, maximum, total), weights
 
 
 def _backward(residuals, cotangent: PartialAttention):

@@ -169,15 +169,7 @@ def _scores(rows, k, bounds):
 
 def _attend(size, k, v, bounds, rows):
   k, v = k[:, :size], v[:, :size]
-  scores = _scores(rows, k, bounds)
-  maximum = jnp.max(scores, axis=-1, keepdims=True)
-  maximum = jnp.maximum(maximum, attention.FLOOR)
-  weights = jnp.exp(scores - maximum)
-  return attention.PartialAttention(
-    weighted=attention.product("gts,gsh->gth", weights.astype(v.dtype), v),
-    maximum=maximum,
-    total=jnp.sum(weights, axis=-1, keepdims=True),
-  )
+  return attention.weigh(_scores(rows, k, bounds), v)[0]
 
 
 def _attend_backward(size, k, v, bounds, rows, maximum, weighted, total):

@@ -28,6 +28,12 @@ def _require_not_negative(options: object, *names: str) -> None:
     require(value >= 0, name, value, "must not be negative")
 
 
+def _require_share(options: object, *names: str) -> None:
+  for name in names:
+    value = getattr(options, name)
+    require(0 <= value <= 1, name, value, "must lie between 0 and 1")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSpineOptions:
   """What DSpine adds to the causal backbone (`dspine_config` in config.json).
@@ -61,24 +67,15 @@ class DSpineOptions:
   candidate_mass_threshold: float = 1e-4
 
   def __post_init__(self):
-    for name in ("transfer_rank", "message_size", "top_k"):
-      value = getattr(self, name)
-      require(value > 0, name, value, "must be positive")
-    for name in ("ce_weight", "replacement_probability"):
-      value = getattr(self, name)
-      require(0 <= value <= 1, name, value, "must lie between 0 and 1")
+    _require_positive(self, "transfer_rank", "message_size", "top_k")
+    _require_share(self, "ce_weight", "replacement_probability")
     require(
       0 <= self.replacement_hold_ratio <= self.replacement_end_ratio <= 1,
       "replacement_hold_ratio",
       self.replacement_hold_ratio,
       f"needs 0 <= hold <= end={self.replacement_end_ratio} <= 1",
     )
-    require(
-      self.replacement_layers >= 0,
-      "replacement_layers",
-      self.replacement_layers,
-      "must not be negative",
-    )
+    _require_not_negative(self, "replacement_layers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,9 +135,7 @@ class DominoOptions:
   def __post_init__(self):
     _require_positive(self, "emb_dim", "gru_hidden_dim")
     _require_not_negative(self, "pure_draft_prefix_len")
-    for name in ("lambda_start", "lambda_decay_ratio"):
-      value = getattr(self, name)
-      require(0 <= value <= 1, name, value, "must lie between 0 and 1")
+    _require_share(self, "lambda_start", "lambda_decay_ratio")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,13 +174,8 @@ class DSparkOptions:
     _require_not_negative(
       self, "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha"
     )
+    _require_share(self, "confidence_threshold")
     threshold = self.confidence_threshold
-    require(
-      0 <= threshold <= 1,
-      "confidence_threshold",
-      threshold,
-      "must lie between 0 and 1",
-    )
     require(
       threshold == 0 or self.enable_confidence_head,
       "confidence_threshold",

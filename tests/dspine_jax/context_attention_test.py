@@ -54,6 +54,16 @@ def test_tiles_equal_every_block_by_itself(tiling, order, blocks):
   np.testing.assert_allclose(finished(got), finished(want), atol=2e-6)
 
 
+def test_every_number_of_visible_keys_is_read_and_no_more(monkeypatch):
+  monkeypatch.setattr(context_attention, "_WHOLE", 0)
+  monkeypatch.setattr(context_attention, "_TILE_TOKENS", 1)
+  q, k, v, _ = case(blocks=KEYS + 1)
+  visible = jnp.stack([jnp.arange(KEYS + 1)] * 2)
+  got = context_attention.context_attention(q, k, v, visible)
+  want = dense(q, k, v, visible)
+  np.testing.assert_allclose(finished(got), finished(want), atol=2e-6)
+
+
 def test_gradients_equal_those_of_every_block_by_itself(tiling):
   q, k, v, visible = case()
 
