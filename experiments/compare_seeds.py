@@ -21,9 +21,7 @@ from experiments import run_io, targets
 from experiments.stages import answers, comparison, training
 
 _WORK_DIR = flags.DEFINE_string("work_dir", "runs/seeds", "Where results go.")
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _ANSWERS = flags.DEFINE_string(
   "answers", "runs/answers", "Work directory of make_answers."
 )
