@@ -37,9 +37,7 @@ from experiments.stages import (
 )
 
 _WORK_DIR = flags.DEFINE_string("work_dir", "runs/compare", "Where cells go.")
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _ANSWERS = flags.DEFINE_string(
   "answers", "runs/answers", "Work directory of make_answers."
 )

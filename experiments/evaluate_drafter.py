@@ -25,9 +25,7 @@ from experiments.stages import evaluation, training
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/evaluation", "Where results go."
 )
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _DRAFTER = flags.DEFINE_string(
   "drafter", targets.EMBEDDED, "`embedded`, or a folder of a drafter."
 )

@@ -19,9 +19,7 @@ from experiments.stages import answers
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/answers", "Where the answers go."
 )
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _CORPUS = flags.DEFINE_string(
   "corpus", None, "Folder of *.py files; default: the standard library."
 )
