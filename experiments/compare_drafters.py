@@ -229,6 +229,38 @@ def main(unused_argv):
       for name, prompts in benchmarks.items()
     }
 
+  @functools.cache
+  def held_out(benchmark, temperature):
+    prompts = benchmarks[benchmark]
+    path = work_dir.path / "sampled" / f"{benchmark}_t{temperature:g}.npz"
+    drawn = answers.sampled(target, prompts, temperature, path, seed=0)
+    taps = cfgs[entries[0]].target_layer_ids
+    return training.compute_features(target, drawn, taps, None)
+
+  def expect(entry, seeds, temperature):
+    """The teacher-forced proxy of each seed, mean of the benchmarks."""
+    return [
+      float(
+        np.mean(
+          [
+            comparison.proxy_cell(
+              work_dir.path
+              / "proxy"
+              / name
+              / f"{entry.name}_s{seed}_T{temperature:g}.json",
+              target,
+              drafter(entry, seed),
+              functools.partial(held_out, name, temperature),
+              comparison.decode_config(target, prompts, temperature),
+              seed=0,
+            )
+            for name, prompts in benchmarks.items()
+          ]
+        )
+      )
+      for seed in seeds
+    ]
+
   # Trainings come first: they are what takes long.
   for table in tables:
     for seed, entry in itertools.product(table.seeds, table.entries):
@@ -267,6 +299,13 @@ def main(unused_argv):
             drafter(entry, table.seeds[0])
           ),
           "own_rule": summarize(own, looping),
+          "proxy": {
+            f"T={t:g}": expect(entry, table.seeds, t) for t in temperatures
+          },
+          "by_seed": {
+            f"T={t:g}": by_seed(reports[entry][t], looping)
+            for t in temperatures
+          },
         }
         | summarize(reports[entry], looping)
       )
@@ -276,6 +315,7 @@ def main(unused_argv):
         "seeds": table.seeds,
         "methods": lines,
         "gains": gains_of_last(table.entries, reports, looping),
+        "proxy_correlation": proxy_correlation(lines),
       }
     )
   run_io.write_json(work_dir.path / "results.json", results)
@@ -336,6 +376,31 @@ def summarize(by_temperature, looping) -> dict[str, Any]:
   return summary
 
 
+def by_seed(reports, looping) -> list[float]:
+  """Mean advancement of each seed."""
+  count = len(next(iter(reports.values())))
+  return [
+    comparison.resample_reports(
+      {name: one[seed : seed + 1] for name, one in reports.items()},
+      looping,
+      "all",
+    ).value
+    for seed in range(count)
+  ]
+
+
+def proxy_correlation(lines) -> dict[str, float]:
+  """Pearson's, of proxy and measured advancement over methods and seeds."""
+  found = {}
+  for key in lines[0]["proxy"]:
+    pairs = [
+      np.concatenate([line[name][key] for line in lines])
+      for name in ("proxy", "by_seed")
+    ]
+    found[key] = float(np.corrcoef(pairs)[0, 1])
+  return found
+
+
 def gains_of_last(entries, reports, looping) -> dict[str, Any]:
   """Advancement of a table's last method over each of the others."""
   last = reports[entries[-1]]
@@ -391,6 +456,13 @@ def markdown(results, batches, temperatures) -> str:
     seeds = ", ".join(map(str, table["seeds"]))
     parts.append(f"## {table['title']}, seeds {seeds}")
     parts.append(advancement_table(lines, temperatures))
+    correlations = ", ".join(
+      f"{r:.3f} at {key}" for key, r in table["proxy_correlation"].items()
+    )
+    parts.append(
+      "Expected: the teacher-forced proxy. Its correlation with the measured"
+      f" advancement over methods and seeds is {correlations}."
+    )
     if batches:
       parts.append(speed_table(lines, batches))
     parts.append(gain_table(table["gains"], lines, temperatures))
@@ -403,7 +475,7 @@ def advancement_table(lines, temperatures) -> str:
   """Advancement of each method, its groups, and its own rule's."""
   headers = ["method", "proposals"]
   for temperature in temperatures:
-    headers.append(f"T={temperature:g}")
+    headers += [f"T={temperature:g}", "expected"]
     if temperature == 0:
       headers += ["non-looping", "looping", "equal outputs"]
     else:
@@ -414,7 +486,7 @@ def advancement_table(lines, temperatures) -> str:
     for temperature in temperatures:
       key = f"T={temperature:g}"
       groups = line["advancement"][key]
-      row.append(_mean(groups["all"]))
+      row += [_mean(groups["all"]), f"{np.mean(line['proxy'][key]):.2f}"]
       if temperature == 0:
         row += [_mean(groups["non_looping"]), _mean(groups["looping"])]
         row.append(f"{line['lossless']['equal']}/{line['lossless']['prompts']}")

@@ -354,6 +354,7 @@ def propose(
   sampling_cfg: configs.SamplingConfig,
   kind: str,
   keys: jax.Array,
+  forced: jax.Array | None = None,
 ) -> contract.Proposal:
   """Candidates, transition cache, walk; kinds as in `candidates.propose`."""
   first = cfg.first_slot
@@ -378,6 +379,7 @@ def propose(
     sampling_cfg=sampling_cfg,
     kind=kind,
     keys=keys,
+    forced=forced,
   )
 
 

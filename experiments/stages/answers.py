@@ -72,7 +72,7 @@ def answer_parts(
       )
       return answer(windows(files, count, part_seed))
 
-    return _kept(folder / f"{name}.npz", make)
+    return kept(folder / f"{name}.npz", make)
 
   sets = {}
   for index, temperature in enumerate(temperatures):
@@ -140,7 +140,7 @@ def chat_parts(
       )
       return answer_turns(target, turns, answer, longest)
 
-    return _kept(folder / f"{name}.npz", make)
+    return kept(folder / f"{name}.npz", make)
 
   sets = {}
   for index, temperature in enumerate(temperatures):
@@ -196,6 +196,38 @@ def answer_turns(
   return answers_lib.join(rounds)
 
 
+def sampled(
+  target: targets.NamedTarget,
+  prompts: answers_lib.AnswerSet,
+  temperature: float,
+  path: pathlib.Path,
+  *,
+  seed: int,
+) -> answers_lib.AnswerSet:
+  """The same prompts, answered at another temperature and kept at `path`.
+
+  At temperature 0 the set itself, whose answers are greedy.
+  """
+  if temperature == 0:
+    return prompts
+  rows = zip(prompts.tokens, prompts.prompt_lengths, strict=True)
+
+  def make():
+    answer = _Answerer(
+      target,
+      temperature,
+      prompts.new_tokens,
+      64,
+      seed,
+      path.stem,
+      len(prompts.lengths),
+    )
+    return answer([row[:length] for row, length in rows])
+
+  path.parent.mkdir(parents=True, exist_ok=True)
+  return kept(path, make)
+
+
 class _Answerer:
   """Answers prompts at one temperature, with progress over several calls."""
 
@@ -232,7 +264,7 @@ class _Answerer:
     return made
 
 
-def _kept(
+def kept(
   path: pathlib.Path, make: Callable[[], answers_lib.AnswerSet]
 ) -> answers_lib.AnswerSet:
   """The set at `path`, made and saved if it is not there."""
