@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
+from dspine_jax import configs
 from dspine_jax.checkpoints import hf_config
 from dspine_jax.drafters import methods
 from experiments import run_io, targets
@@ -233,7 +234,8 @@ def main(unused_argv):
   def held_out(benchmark, temperature):
     prompts = benchmarks[benchmark]
     path = work_dir.path / "sampled" / f"{benchmark}_t{temperature:g}.npz"
-    drawn = answers.sampled(target, prompts, temperature, path, seed=0)
+    sampling = configs.SamplingConfig(temperature=temperature)
+    drawn = answers.sampled(target, prompts, sampling, path, seed=0)
     taps = cfgs[entries[0]].target_layer_ids
     return training.compute_features(target, drawn, taps, None)
 

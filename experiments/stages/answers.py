@@ -67,8 +67,9 @@ def answer_parts(
 
   def part(name, files, count, temperature, part_seed):
     def make():
+      sampling = configs.SamplingConfig(temperature=temperature)
       answer = _Answerer(
-        target, temperature, new_tokens, batch_size, part_seed, name, count
+        target, sampling, new_tokens, batch_size, part_seed, name, count
       )
       return answer(windows(files, count, part_seed))
 
@@ -135,8 +136,9 @@ def chat_parts(
   def part(name, turns, temperature, longest, part_seed):
     def make():
       total = sum(map(len, turns))
+      sampling = configs.SamplingConfig(temperature=temperature)
       answer = _Answerer(
-        target, temperature, new_tokens, batch_size, part_seed, name, total
+        target, sampling, new_tokens, batch_size, part_seed, name, total
       )
       return answer_turns(target, turns, answer, longest)
 
@@ -199,42 +201,44 @@ def answer_turns(
 def sampled(
   target: targets.NamedTarget,
   prompts: answers_lib.AnswerSet,
-  temperature: float,
-  path: pathlib.Path,
+  sampling: configs.SamplingConfig,
+  path: pathlib.Path | None,
   *,
   seed: int,
 ) -> answers_lib.AnswerSet:
-  """The same prompts, answered at another temperature and kept at `path`.
+  """The same prompts, answered with other sampling; kept at `path` if given.
 
   At temperature 0 the set itself, whose answers are greedy.
   """
-  if temperature == 0:
+  if sampling.temperature == 0:
     return prompts
   rows = zip(prompts.tokens, prompts.prompt_lengths, strict=True)
 
   def make():
     answer = _Answerer(
       target,
-      temperature,
+      sampling,
       prompts.new_tokens,
       64,
       seed,
-      path.stem,
+      f"answers T={sampling.temperature:g}",
       len(prompts.lengths),
     )
     return answer([row[:length] for row, length in rows])
 
+  if path is None:
+    return make()
   path.parent.mkdir(parents=True, exist_ok=True)
   return kept(path, make)
 
 
 class _Answerer:
-  """Answers prompts at one temperature, with progress over several calls."""
+  """Answers prompts in one way, with progress over several calls."""
 
   def __init__(
     self,
     target: targets.NamedTarget,
-    temperature: float,
+    sampling: configs.SamplingConfig,
     new_tokens: int,
     batch_size: int,
     seed: int,
@@ -246,8 +250,8 @@ class _Answerer:
     self._decode = configs.DecodeConfig(
       max_new_tokens=new_tokens,
       stop_tokens=target.model.cfg.eos_token_ids,
-      sampling=configs.SamplingConfig(temperature=temperature),
-      rule="greedy" if temperature == 0 else "rejection",
+      sampling=sampling,
+      rule="greedy" if sampling.temperature == 0 else "rejection",
     )
 
   def __call__(self, encoded) -> answers_lib.AnswerSet:
