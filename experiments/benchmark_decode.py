@@ -139,7 +139,7 @@ def round_parts(target, drafter, state, decode) -> dict:
     return state, jnp.sum(committed)
 
   parts = {"draft": draft_only, "candidates": to_candidates}
-  if cfg.dspine is not None:
+  if cfg.dspine is not None and cfg.dspine.refines:
     parts["cache"] = to_cache
   return parts | {"walk": to_walk, "verify": to_verify, "commit": to_commit}
 
