@@ -9,22 +9,22 @@ are what is measured. Parts are timed as differences of programs that end after
 draft, candidates, cache, walk, verify and commit. Time: about two minutes.
 """
 
-import dataclasses
-import functools
 import sys
 
-import jax
 import numpy as np
 from absl import flags
-from jax import numpy as jnp
 
 from dspine_jax import configs
-from dspine_jax.decoding import generate
-from dspine_jax.decoding import round as round_lib
-from dspine_jax.drafters import candidates, dspine, methods
-from dspine_jax.target import model
+from dspine_jax.data import answers as answers_lib
+from dspine_jax.drafters import methods
 from experiments import benchmark_presets, run_io, targets
-from experiments.stages import evaluation, speed, timing, training
+from experiments.stages import (
+  evaluation,
+  round_parts,
+  speed,
+  timing,
+  training,
+)
 
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/benchmark_decode", "Where results go."
@@ -58,133 +58,6 @@ _REPEATS = flags.DEFINE_integer(
 )
 
 
-def round_parts(target, drafter, state, decode) -> dict:
-  """Programs that run one round up to and including each part.
-
-  Each is a function of the state that returns (state, a number that depends on
-  everything computed), for `loop_time`.
-  """
-  cfg, tables = drafter.cfg, target.tables
-
-  def draft(state):
-    return round_lib.draft(target, drafter, state.anchor, state.draft_cache)
-
-  def draft_only(state):
-    output = draft(state)
-    used = jnp.sum(output.hidden)
-    if output.pre_injection is not None:
-      used = used + jnp.sum(output.pre_injection)
-    return state, used
-
-  def select(state):
-    output = draft(state)
-    logits = model.head_logits(
-      tables.head, output.hidden[:, 0, cfg.first_slot :]
-    )
-    top_k = cfg.dspine.top_k if cfg.dspine is not None else 1
-    return output, candidates.top_candidates(logits, top_k)[1]
-
-  def to_candidates(state):
-    return state, jnp.sum(select(state)[1])
-
-  def to_cache(state):
-    output, ids = select(state)
-    assert output.pre_injection is not None
-    predecessors = candidates.predecessor_ids(state.anchor, ids)
-    scores = dspine.transition_scores(
-      dspine.refinement_params(drafter.params),
-      output.pre_injection[:, 0, cfg.first_slot :],
-      drafter.buffers["transfer_codes"][predecessors],
-      tables.head[ids],
-      cfg.rms_norm_eps,
-    )
-    return state, jnp.sum(scores)
-
-  def to_walk(state):
-    proposal = round_lib.propose(
-      target, drafter, draft(state), state.anchor, state.keys, decode=decode
-    )
-    return state, jnp.sum(proposal.tokens)
-
-  def to_verify(state):
-    proposal = round_lib.propose(
-      target, drafter, draft(state), state.anchor, state.keys, decode=decode
-    )
-    checked = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
-    out = model.forward(
-      target.params,
-      checked,
-      cfg=target.cfg,
-      cache=state.target_cache,
-      tap_layers=cfg.target_layer_ids,
-    )
-    best = jnp.argmax(model.logits(target.params, out.hidden), axis=-1)
-    state = dataclasses.replace(state, target_cache=out.cache)
-    return state, jnp.sum(best) + jnp.sum(out.features)
-
-  def to_commit(state):
-    frozen = state.done, state.num_tokens, state.rounds
-    state = round_lib.speculative_round(target, drafter, state, decode=decode)
-    # Every repetition is the same round at the same length.
-    committed = state.num_tokens - frozen[1]
-    back = {"lengths": state.target_cache.lengths - committed}
-    state = dataclasses.replace(
-      state,
-      done=frozen[0],
-      num_tokens=frozen[1],
-      rounds=frozen[2],
-      target_cache=dataclasses.replace(state.target_cache, **back),
-      draft_cache=dataclasses.replace(state.draft_cache, **back),
-    )
-    return state, jnp.sum(committed)
-
-  parts = {"draft": draft_only, "candidates": to_candidates}
-  if cfg.dspine is not None and cfg.dspine.refines:
-    parts["cache"] = to_cache
-  return parts | {"walk": to_walk, "verify": to_verify, "commit": to_commit}
-
-
-def loop_time(part, state, *, repeats: int, rounds: int = 16) -> float:
-  """Seconds of one call of `part`, from a device loop of `rounds` calls."""
-
-  @functools.partial(jax.jit, donate_argnums=0)
-  def loop(state):
-    def body(_, state):
-      new, used = part(state)
-      # Ties each call to the one before it, so that none is hoisted.
-      anchor = (new.anchor + (used > 1e30).astype(jnp.int32)) % 64
-      return dataclasses.replace(new, anchor=anchor)
-
-    return jax.lax.fori_loop(0, rounds, body, state)
-
-  holder = [loop(jax.tree.map(jnp.copy, state))]
-
-  def call():
-    holder[0] = loop(holder[0])
-    return holder[0].anchor
-
-  return float(np.median(speed.seconds(call, repeats=repeats))) / rounds
-
-
-def time_parts(target, drafter, prompt, decode, *, repeats: int) -> dict:
-  """Seconds of each part of a round in the middle of a generation."""
-  state = generate.start(
-    target,
-    drafter,
-    jnp.asarray(prompt)[None],
-    jnp.asarray([len(prompt)]),
-    decode=decode,
-    keys=jax.random.key(0)[None],
-  )
-  seconds, before = {}, 0.0
-  for name, part in round_parts(target, drafter, state, decode).items():
-    until = loop_time(part, state, repeats=repeats)
-    seconds[name] = max(0.0, until - before)
-    before = until
-  seconds["round"] = before
-  return seconds
-
-
 def round_flops(target, drafter, context: int) -> float:
   """Matmul FLOPs of one round at batch 1 with `context` cached positions."""
   cfg = drafter.cfg
@@ -205,14 +78,14 @@ def load_models():
     generator = np.random.default_rng(0)
     shape = (_PROMPTS.value, _PROMPT_TOKENS.value)
     prompts = generator.integers(0, target.cfg.vocab_size, shape)
-    return target, drafter, prompts.astype(np.int32)
+    return target, drafter, answers_lib.pad_prompts(prompts)
   if not _ANSWERS.value:
     raise ValueError("--answers (or --preset) is needed for prompts")
   named = targets.load(_TARGET.value)
   drafter = evaluation.load_drafter(_DRAFTER.value, named)
   answers = training.load_parts(_ANSWERS.value, ["held_out"], named)
-  size = int(answers.prompt_lengths.max())
-  return named.model, drafter, answers.tokens[: _PROMPTS.value, :size]
+  rows = np.arange(min(_PROMPTS.value, len(answers.lengths)))
+  return named.model, drafter, answers.select(rows)
 
 
 def main(unused_argv):
@@ -229,11 +102,15 @@ def main(unused_argv):
   )
   peak = speed.matmul_peak()
   results = timing.time_generation(target, drafter, prompts, decode)
-  parts = time_parts(
-    target, drafter, prompts[0], decode, repeats=_REPEATS.value
+  parts = round_parts.time_parts(
+    target,
+    drafter,
+    prompts.tokens[0, : prompts.prompt_lengths[0]],
+    decode,
+    repeats=_REPEATS.value,
   )
   peak = max(peak, speed.matmul_peak())
-  context = prompts.shape[1] + _NEW.value // 2
+  context = int(prompts.prompt_lengths.mean()) + _NEW.value // 2
   flops = round_flops(target, drafter, context)
   results |= {
     "part_seconds": parts,
@@ -251,7 +128,7 @@ def main(unused_argv):
     "floor_fraction",
   ):
     print(f"{name.replace('_', ' ')}: {results[name]:.3g}")
-  print(f"equal outputs: {results['equal_outputs']} of {len(prompts)}")
+  print(f"equal outputs: {results['equal_outputs']} of {results['prompts']}")
   print(
     run_io.table(
       [

@@ -77,13 +77,12 @@ def main(unused_argv):
   target = targets.load(_TARGET.value)
   drafter = evaluation.load_drafter(_DRAFTER.value, target)
   answers = training.load_parts(_ANSWERS.value, ["held_out"], target)
-  max_new = answers.tokens.shape[1] - int(answers.prompt_lengths.max())
   variants: dict[str, configs.DecodeConfig] = {}
   for temperature in temperatures:
     variants |= decode_configs(
       drafter.cfg.method,
       temperature,
-      max_new,
+      answers.new_tokens,
       target.model.cfg.eos_token_ids,
       _TOP_K.value,
       _TOP_P.value,

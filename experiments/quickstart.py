@@ -15,11 +15,9 @@ import sys
 import time
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
-from dspine_jax import configs
 from experiments import run_io, targets
 from experiments.stages import answers as answers_stage
 from experiments.stages import comparison, evaluation, plots, timing, training
@@ -121,7 +119,7 @@ def main(unused_argv):
       block_size=_BLOCK.value,
       steps=_STEPS.value,
     )
-    for method in comparison.METHODS
+    for method in ("dflash", "dspine")
   }
   text = answers_stage.read_text(_CORPUS.value)
   work_dir = run_io.open_work_dir(
@@ -144,29 +142,45 @@ def main(unused_argv):
     batch_size=64,
     seed=_SEED.value,
   )
-  taps = cfgs["dspine"].target_layer_ids
-  drafters = comparison.train_all(
+  features = training.features_on_demand(
     target,
-    training.features_on_demand(target, sets["train_t0"], taps),
-    work_dir,
-    cfgs,
-    comparison.train_config(_STEPS.value, _SEED.value),
+    sets["train_t0"],
+    cfgs["dspine"].target_layer_ids,
+    work_dir.path / "features",
   )
+  drafters = {
+    method: comparison.train_cell(
+      target,
+      features,
+      work_dir.path / method,
+      cfg,
+      comparison.train_config(_STEPS.value, _SEED.value),
+    )
+    for method, cfg in cfgs.items()
+  }
   held_out = sets["held_out"]
-  reports = comparison.evaluate_all(
-    target,
-    drafters,
-    held_out,
-    work_dir,
-    new_tokens=_NEW.value,
-    seed=_SEED.value,
-  )
-  prompts = held_out.tokens[: _SPEED.value, :_PROMPT_TOKENS]
-  decode = configs.DecodeConfig(
-    max_new_tokens=_NEW.value, stop_tokens=target.model.cfg.eos_token_ids
-  )
+  reports = {
+    f"T={temperature:g}": {
+      method: comparison.decode_cell(
+        work_dir.path / "cells" / f"{method}_T{temperature:g}.json",
+        target,
+        drafter,
+        held_out,
+        comparison.decode_config(target, held_out, temperature),
+        seed=_SEED.value,
+      )
+      for method, drafter in drafters.items()
+    }
+    for temperature in (0.0, 1.0)
+  }
+  timed = held_out.select(np.arange(min(_SPEED.value, len(held_out.lengths))))
   speed = {
-    method: timing.time_generation(target.model, drafter, prompts, decode)
+    method: timing.time_generation(
+      target.model,
+      drafter,
+      timed,
+      comparison.decode_config(target, timed, 0.0),
+    )
     for method, drafter in drafters.items()
   }
   results = {
@@ -175,13 +189,14 @@ def main(unused_argv):
       name: answers_stage.describe(part) for name, part in sets.items()
     },
     "parameters": {
-      method: parameter_counts(drafter) for method, drafter in drafters.items()
+      method: comparison.parameter_counts(drafter)
+      for method, drafter in drafters.items()
     },
     "reports": reports,
-    "gain": comparison.paired_gains(
-      reports["T=0"]["dflash"]["round_lengths"],
-      reports["T=0"]["dspine"]["round_lengths"],
-      held_out.loops,
+    "gain": comparison.gains(
+      {"held_out": [reports["T=0"]["dflash"]]},
+      {"held_out": [reports["T=0"]["dspine"]]},
+      {"held_out": held_out.loops},
     ),
     "speed": speed,
     "device": run_io.device_summary(),
@@ -190,14 +205,6 @@ def main(unused_argv):
   run_io.write_json(work_dir.path / "results.json", results)
   draw(work_dir, results)
   show(results, results["seconds"])
-
-
-def parameter_counts(drafter) -> dict[str, int]:
-  """Trainable numbers: of the common backbone, and of the method's own part."""
-  return {
-    part: sum(leaf.size for leaf in jax.tree.leaves(tree))
-    for part, tree in drafter.params.items()
-  }
 
 
 def draw(work_dir: run_io.WorkDir, results: dict[str, Any]) -> None:

@@ -11,14 +11,13 @@ metrics.jsonl and TensorBoard. Time: about 2 minutes on two CPU cores.
 """
 
 import sys
-from typing import Any
 
 from absl import flags
 
 from dspine_jax import configs, method_options
 from dspine_jax.drafters import methods
 from experiments import run_io, targets
-from experiments.stages import training
+from experiments.stages import comparison, training
 
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", None, "Where checkpoints, metrics and the drafter go."
@@ -78,46 +77,31 @@ _SEED = flags.DEFINE_integer(
 )
 
 
-def given_options() -> dict[str, dict[str, Any]]:
-  """What the flags say about each method's options."""
-  return {
-    "dflash2": {
-      "selector_rank": _HEAD_RANK.value,
-      "selector_top_k": _TOP_K.value,
-    },
-    "domino": {
-      "emb_dim": _HEAD_RANK.value,
-      "gru_hidden_dim": _GRU.value,
-    },
-    "dspark": {
-      "markov_rank": _HEAD_RANK.value,
-      "markov_head_type": _MARKOV.value,
-    },
-    "dspine": {
-      "transfer_rank": _RANK.value,
-      "message_size": _MESSAGE.value,
-      "top_k": _TOP_K.value,
-      "alignment_weight": _BETA.value,
-      "alignment_warmup_steps": max(1, round(0.04 * _STEPS.value)),
-    },
-  }
+def sizes() -> comparison.Sizes:
+  """What the flags say about the methods' own parts."""
+  return comparison.Sizes(
+    transfer_rank=_RANK.value,
+    message_size=_MESSAGE.value,
+    top_k=_TOP_K.value,
+    head_rank=_HEAD_RANK.value,
+    gru_hidden_dim=_GRU.value,
+    markov_head_type=_MARKOV.value,
+    alignment_weight=_BETA.value,
+  )
 
 
 def main(unused_argv):
   if not _WORK_DIR.value:
     raise ValueError("--work_dir must name a directory")
   target = targets.load(_TARGET.value)
-  method = _METHOD.value
-  options = configs.default_options(
-    method, _LAYERS.value, **given_options().get(method, {})
-  )
-  cfg = configs.drafter_for(
-    target.model.cfg,
-    method,
+  cfg = comparison.drafter_config(
+    target,
+    _METHOD.value,
     num_layers=_LAYERS.value,
-    mask_token_id=targets.mask_token_id(target, _MASK.value),
     block_size=_BLOCK.value,
-    **{method: options},
+    steps=_STEPS.value,
+    sizes=sizes(),
+    mask_token_id=_MASK.value,
   )
   train_cfg = configs.TrainConfig(
     optimizer=configs.OptimizerConfig(

@@ -6,7 +6,7 @@ replaced by the target's own continuation (temperature 0 or above).
 
 import pathlib
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -40,6 +40,11 @@ class AnswerSet(NamedTuple):
     return behind_prompt & (positions < self.lengths[:, None])
 
   @property
+  def new_tokens(self) -> int:
+    """Tokens of the longest answer."""
+    return int((self.lengths - self.prompt_lengths).max())
+
+  @property
   def loops(self) -> np.ndarray:
     """[n] bool, whether the answer ends in a loop (`metrics.loops`)."""
     rows = zip(self.tokens, self.prompt_lengths, self.lengths, strict=True)
@@ -53,54 +58,89 @@ class AnswerSet(NamedTuple):
 
 
 def join(sets: list[AnswerSet]) -> AnswerSet:
-  """Sets of the same width, one behind the other."""
+  """Sets one behind the other, padded to the longest row."""
+  width = max(one.tokens.shape[1] for one in sets)
+  sets = [
+    one._replace(
+      tokens=np.pad(one.tokens, ((0, 0), (0, width - one.tokens.shape[1])))
+    )
+    for one in sets
+  ]
   return AnswerSet(
     *(np.concatenate(arrays) for arrays in zip(*sets, strict=True))
   )
 
 
+def pad_prompts(prompts: Iterable[np.ndarray]) -> AnswerSet:
+  """Prompts of any lengths as a set whose answers are empty."""
+  prompts = list(prompts)
+  lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+  tokens = np.zeros((len(prompts), int(lengths.max(initial=0))), np.int32)
+  for row, prompt in zip(tokens, prompts, strict=True):
+    row[: len(prompt)] = prompt
+  return AnswerSet(
+    tokens=tokens,
+    prompt_lengths=lengths,
+    lengths=lengths.copy(),
+    temperatures=np.zeros(len(prompts), np.float32),
+  )
+
+
 def regenerate(
   target: generate.TargetModel,
-  prompts: np.ndarray,
+  prompts: Iterable[np.ndarray],
   *,
   decode: configs.DecodeConfig,
   seed: int,
   batch_size: int,
   progress: Callable[[int], None] = lambda tokens: None,
 ) -> AnswerSet:
-  """Autoregressive answers to prompts of one length.
+  """Autoregressive answers to prompts.
+
+  Short prompts are taken first, so that the rows of a batch are about equally
+  long; the order of the result is that of the prompts.
 
   Args:
     target: the model that answers.
-    prompts: [n, T] int32.
+    prompts: token ids [T] of each, of any lengths.
     decode: temperature, stop tokens and answer length.
     seed: answer i is drawn with fold_in(key(seed), i), whatever the batch.
     batch_size: rows decoded together.
     progress: called with the number of new tokens after each batch.
   """
   root = jax.random.key(seed)
-  count, prompt_size = prompts.shape
-  tokens = np.zeros((count, prompt_size + decode.max_new_tokens), np.int32)
-  tokens[:, :prompt_size] = prompts
-  lengths = np.full((count,), prompt_size, np.int32)
-  for rows, fresh in batches(count, batch_size):
+  padded = pad_prompts(prompts)
+  count, width = padded.tokens.shape
+  starts, lengths = padded.prompt_lengths, padded.lengths
+  tokens = np.pad(padded.tokens, ((0, 0), (0, decode.max_new_tokens)))
+  by_length = np.argsort(starts, kind="stable")
+  for places, fresh in batches(count, batch_size):
+    rows = by_length[places]
     keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.asarray(rows))
+    # On a coarse grid, so that a few programs serve all lengths.
+    longest = int(starts[rows].max())
+    size = min(width, -(-longest // _LENGTH_GRID) * _LENGTH_GRID)
     out = generate.autoregressive(
       target,
-      jnp.asarray(prompts[rows]),
-      jnp.full((len(rows),), prompt_size, jnp.int32),
+      jnp.asarray(padded.tokens[rows, :size]),
+      jnp.asarray(starts[rows]),
       decode=decode,
       keys=keys,
     )
-    tokens[rows, prompt_size:] = np.asarray(out.tokens)
-    lengths[rows] = prompt_size + np.asarray(out.num_tokens)
-    progress(int(np.sum(out.num_tokens[-fresh:])))
+    made, counts = np.asarray(out.tokens), np.asarray(out.num_tokens)
+    for row, start, answer in zip(rows, starts[rows], made, strict=True):
+      tokens[row, start : start + len(answer)] = answer
+    lengths[rows] = starts[rows] + counts
+    progress(int(np.sum(counts[-fresh:])))
   return AnswerSet(
     tokens=tokens,
-    prompt_lengths=np.full((count,), prompt_size, np.int32),
+    prompt_lengths=starts,
     lengths=lengths,
     temperatures=np.full((count,), decode.sampling.temperature, np.float32),
   )
+
+
+_LENGTH_GRID = 64
 
 
 def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -1,9 +1,12 @@
 """Context features and teacher states of answered prompts, computed once.
 
 For every position the target's tapped layers and its final-normed state, in
-memory or in memory-mapped files. A sharded cache is not here.
+memory or in memory-mapped files, which are found again by what they were made
+from. A sharded cache is not here.
 """
 
+import hashlib
+import json
 import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -61,11 +64,17 @@ def compute_features(
     answers: prompts and answers.
     tap_layers: which layers, ascending.
     batch_size: rows a pass.
-    folder: where memory-mapped files go; None keeps the arrays in memory.
+    folder: where memory-mapped files go, and are read from if they are of this
+      target, these answers and these layers; None keeps the arrays in memory.
     progress: called with the number of new tokens after each batch.
   """
   count, length = answers.tokens.shape
   width = target.cfg.hidden_size
+  origin = _origin(target, answers, tap_layers) if folder is not None else ""
+  if folder is not None and _is_finished(folder, origin):
+    arrays = [np.load(folder / f"{n}.npy", mmap_mode="r") for n in _ARRAYS]
+    progress(count * length)
+    return FeatureSet(answers, answers.loss_mask, *arrays)
 
   @jax.jit
   def run(target, tokens):
@@ -74,22 +83,55 @@ def compute_features(
     )
     return out.features, out.hidden
 
-  features = _array(
-    folder, "context_features", (count, length, len(tap_layers) * width)
+  if folder is not None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _INDEX).unlink(missing_ok=True)
+  shapes = (count, length, len(tap_layers) * width), (count, length, width)
+  features, hidden = (
+    _array(folder, name, shape)
+    for name, shape in zip(_ARRAYS, shapes, strict=True)
   )
-  hidden = _array(folder, "last_hidden", (count, length, width))
-  for rows, fresh in answers_lib.batches(count, batch_size):
-    features[rows], hidden[rows] = run(
-      target, jnp.asarray(answers.tokens[rows])
-    )
+  # Short rows first: a batch is as long as its longest row, on a coarse grid
+  # so that a few programs serve all.
+  by_length = np.argsort(answers.lengths, kind="stable")
+  for places, fresh in answers_lib.batches(count, batch_size):
+    rows = by_length[places]
+    longest = int(answers.lengths[rows].max())
+    size = min(length, -(-longest // _LENGTH_GRID) * _LENGTH_GRID)
+    found = run(target, jnp.asarray(answers.tokens[rows, :size]))
+    features[rows, :size], hidden[rows, :size] = found
     progress(fresh * length)
+  if folder is not None:
+    (folder / _INDEX).write_text(json.dumps({"origin": origin}))
   return FeatureSet(answers, answers.loss_mask, features, hidden)
 
 
-def _array(folder, name: str, shape: tuple[int, ...]) -> np.ndarray:
+_ARRAYS = ("context_features", "last_hidden")
+_INDEX = "index.json"
+_LENGTH_GRID = 64
+
+
+def _origin(target, answers, tap_layers) -> str:
+  """A digest of everything that the features depend on."""
+  digest = hashlib.sha256(repr((target.cfg, tap_layers)).encode())
+  for array in (*answers, *jax.tree.leaves(target.params)):
+    digest.update(np.ascontiguousarray(array))
+  return digest.hexdigest()
+
+
+def _is_finished(folder: pathlib.Path, origin: str) -> bool:
+  try:
+    return json.loads((folder / _INDEX).read_text())["origin"] == origin
+  except (OSError, ValueError, KeyError):
+    return False
+
+
+def _array(
+  folder: pathlib.Path | None, name: str, shape: tuple[int, ...]
+) -> np.ndarray:
+  """Zeros, since positions behind the end of a row are not computed."""
   if folder is None:
-    return np.empty(shape, np.float32)
-  folder.mkdir(parents=True, exist_ok=True)
+    return np.zeros(shape, np.float32)
   return npy_format.open_memmap(
     folder / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape
   )

@@ -6,8 +6,10 @@ request, and token-weighted; all come from the same raw round lengths.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 from numpy import typing as npt
 
 
@@ -57,49 +59,93 @@ def acceptance_by_position(
   return np.asarray([(flat > i).mean() for i in range(num_proposals)])
 
 
-def paired_ratio_interval(
-  first: Sequence[Sequence[int]],
-  second: Sequence[Sequence[int]],
+def tally(
+  rounds_by_seed: Sequence[Sequence[Sequence[int]]],
+) -> Float[np.ndarray, "2 s n"]:
+  """Tokens and rounds of each request, for each training seed.
+
+  Args:
+    rounds_by_seed: seed -> request -> tokens of each round; the same requests
+      for every seed.
+  """
+  return np.asarray(
+    [
+      [[sum(lengths) for lengths in requests] for requests in rounds_by_seed],
+      [[len(lengths) for lengths in requests] for requests in rounds_by_seed],
+    ],
+    float,
+  )
+
+
+class Resampled(NamedTuple):
+  """A mean of pooled advancements, and the same of bootstrap resamples.
+
+  Attributes:
+    value: the mean over sets of requests; NaN without any round.
+    samples: [samples], of resampled seeds and requests.
+  """
+
+  value: float
+  samples: Float[np.ndarray, "k"]
+
+  def interval(self, over: "Resampled | None" = None) -> dict[str, float]:
+    """mean, and the ends low and high of its 95 % interval.
+
+    Args:
+      over: divides by this, draw by draw: the ratio of two drafters that were
+        resampled with the same seed over the same requests is paired.
+    """
+    value, samples = self.value, self.samples
+    if over is not None:
+      value, samples = value / over.value, samples / over.samples
+    samples = samples[np.isfinite(samples)]
+    if not np.isfinite(value) or not len(samples):
+      return dict.fromkeys(("mean", "low", "high"), float("nan"))
+    low, high = np.quantile(samples, [0.025, 0.975])
+    return {"mean": float(value), "low": float(low), "high": float(high)}
+
+
+def resample(
+  tallies: Sequence[Float[np.ndarray, "2 s _"]],
   *,
   seed: int = 0,
   samples: int = 4000,
-) -> dict[str, float]:
-  """Bootstrap over requests of pooled advancement, second over first.
+) -> Resampled:
+  """Bootstrap over training seeds and, within each set, over requests.
 
   Args:
-    first: rounds of each request, one method.
-    second: rounds of the same requests, another method.
-    seed: of the resampling.
+    tallies: one set of requests each (a benchmark); see `tally`. The pooled
+      advancements of the sets are averaged with equal weight.
+    seed: of the resampling. Equal shapes and seeds give equal draws.
     samples: resamples.
-
-  Returns:
-    ratio, and the ends low and high of its 95 % interval.
   """
-  if len(first) != len(second):
-    raise ValueError(
-      f"{len(first)} and {len(second)} requests cannot be paired"
-    )
-  pairs = [
-    (sum(a), len(a), sum(b), len(b))
-    for a, b in zip(first, second, strict=True)
-    if a and b
-  ]
-  if not pairs:
-    nan = float("nan")
-    return {"ratio": nan, "low": nan, "high": nan, "requests": 0}
-  table = np.asarray(pairs, float)
   generator = np.random.default_rng(seed)
-  picks = generator.integers(0, len(table), (samples, len(table)))
-  sums = table[picks].sum(axis=1)
-  ratios = (sums[:, 2] / sums[:, 3]) / (sums[:, 0] / sums[:, 1])
-  whole = table.sum(axis=0)
-  low, high = np.quantile(ratios, [0.025, 0.975])
-  return {
-    "ratio": float((whole[2] / whole[3]) / (whole[0] / whole[1])),
-    "low": float(low),
-    "high": float(high),
-    "requests": len(pairs),
-  }
+  num_seeds = tallies[0].shape[1]
+  seeds = generator.integers(0, num_seeds, (samples, num_seeds))
+  whole, drawn = [], []
+  for counts in tallies:
+    requests = counts.shape[2]
+    if not requests:
+      continue
+    rows = generator.integers(0, requests, (samples, requests))
+    with np.errstate(invalid="ignore"):
+      tokens, rounds = counts.sum(axis=(1, 2))
+      whole.append(np.divide(tokens, rounds))
+      # Multiplicities instead of gathered copies.
+      of_seed = _multiplicity(seeds, num_seeds)
+      of_row = _multiplicity(rows, requests)
+      sums = np.einsum("ks,csn,kn->ck", of_seed, counts, of_row, optimize=True)
+      drawn.append(sums[0] / sums[1])
+  if not whole:
+    return Resampled(float("nan"), np.full(samples, np.nan))
+  return Resampled(float(np.mean(whole)), np.mean(drawn, axis=0))
+
+
+def _multiplicity(picks: np.ndarray, count: int) -> np.ndarray:
+  """[samples, picks] -> [samples, count], how often each was picked."""
+  flat = picks + count * np.arange(len(picks))[:, None]
+  counts = np.bincount(flat.ravel(), minlength=count * len(picks))
+  return counts.reshape(len(picks), count).astype(float)
 
 
 def loops(

@@ -1,9 +1,17 @@
-"""DFlash and DSpine side by side: one trainer, one evaluation, paired gains."""
+"""Drafters on equal terms: trained and decoded cell by cell, kept on disk.
 
+A cell is one training (a folder with the drafter) or one decoding (a JSON
+report). Finished cells are read back, so that a killed comparison goes on and a
+larger one takes up the cells of a smaller one.
+"""
+
+import dataclasses
+import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dspine_jax import configs
@@ -14,7 +22,58 @@ from dspine_jax.decoding import generate, metrics
 from experiments import run_io, targets
 from experiments.stages import evaluation, training
 
-METHODS = ("dflash", "dspine")
+GROUPS = ("all", "non_looping", "looping")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+  """Widths of what the methods add to the backbone, for small targets.
+
+  Attributes:
+    transfer_rank: DSpine, width of the token codes.
+    message_size: DSpine, width of gate and message.
+    top_k: DSpine and DFlash2, candidates per slot.
+    head_rank: DFlash2, Domino, DSpark: rank of the head.
+    gru_hidden_dim: Domino, width of the GRU.
+    markov_head_type: DSpark, its head.
+    alignment_weight: DSpine. On a small target the cross-entropy stays high,
+      and with it the scale of the alignment term; the paper's 0.5 would let it
+      dominate.
+  """
+
+  transfer_rank: int = 128
+  message_size: int = 64
+  top_k: int = 16
+  head_rank: int = 64
+  gru_hidden_dim: int = 128
+  markov_head_type: str = "vanilla"
+  alignment_weight: float = 0.1
+
+  def options(self, method: str, steps: int) -> dict[str, Any]:
+    """Keyword arguments of the method's options, for a run of `steps`."""
+    warmup = max(1, round(0.04 * steps))
+    by_method = {
+      "dflash2": {
+        "selector_rank": self.head_rank,
+        "selector_top_k": self.top_k,
+      },
+      "domino": {
+        "emb_dim": self.head_rank,
+        "gru_hidden_dim": self.gru_hidden_dim,
+      },
+      "dspark": {
+        "markov_rank": self.head_rank,
+        "markov_head_type": self.markov_head_type,
+      },
+      "dspine": {
+        "transfer_rank": self.transfer_rank,
+        "message_size": self.message_size,
+        "top_k": self.top_k,
+        "alignment_weight": self.alignment_weight,
+        "alignment_warmup_steps": warmup,
+      },
+    }
+    return by_method.get(method, {})
 
 
 def drafter_config(
@@ -24,30 +83,28 @@ def drafter_config(
   num_layers: int,
   block_size: int,
   steps: int,
+  sizes: Sizes | None = None,
+  mask_token_id: int | None = None,
 ) -> configs.DrafterConfig:
-  """The small drafters of the quickstart, for any target."""
-  options = configs.DSpineOptions(
-    transfer_rank=min(128, target.model.cfg.hidden_size),
-    message_size=64,
-    top_k=16,
-    # On a target this small the cross-entropy stays high, and with it the
-    # scale of the alignment term; the paper's 0.5 would let it dominate.
-    alignment_weight=0.1,
-    alignment_warmup_steps=max(1, round(0.04 * steps)),
-    replacement_layers=configs.default_replacement_layers(num_layers),
-  )
+  """A small drafter of any method, in the widths of its target.
+
+  Without `sizes` the default ones, as far as the target is wide enough.
+  """
+  if sizes is None:
+    sizes = Sizes(transfer_rank=min(128, target.model.cfg.hidden_size))
+  options = sizes.options(method, steps)
   return configs.drafter_for(
     target.model.cfg,
     method,
     num_layers=num_layers,
-    mask_token_id=targets.mask_token_id(target, None),
+    mask_token_id=targets.mask_token_id(target, mask_token_id),
     block_size=block_size,
-    dspine=options if method == "dspine" else None,
+    **{method: configs.default_options(method, num_layers, **options)},
   )
 
 
 def train_config(steps: int, seed: int) -> configs.TrainConfig:
-  """One trainer for both methods."""
+  """One trainer for all methods."""
   return configs.TrainConfig(
     optimizer=configs.OptimizerConfig(
       name="muon", learning_rate=0.02, total_steps=steps
@@ -59,108 +116,102 @@ def train_config(steps: int, seed: int) -> configs.TrainConfig:
   )
 
 
-def train_all(
+def train_cell(
   target: targets.NamedTarget,
   features: Callable[[], features_lib.FeatureSet],
-  work_dir: run_io.WorkDir,
-  cfgs: Mapping[str, configs.DrafterConfig],
+  folder: pathlib.Path,
+  cfg: configs.DrafterConfig,
   train_cfg: configs.TrainConfig,
-) -> dict[str, generate.DrafterModel]:
-  """All drafters, from finished folders where they exist.
-
-  `features` gives the training data; it is called only if some is needed.
-  """
-  drafters = {}
-  for method, cfg in cfgs.items():
-    own = run_io.open_work_dir(
-      str(work_dir.path / method),
-      config={"drafter": cfg, "train": train_cfg},
-      argv=sys.argv,
-      resume=True,
-    )
-    folder = own.path / "drafter"
-    if not (folder / "config.json").exists():
-      training.train_drafter(
-        target,
-        features(),
-        cfg,
-        train_cfg,
-        own,
-        checkpoint_every=100,
-        label=f"train {method}",
-      )
-    drafters[method] = evaluation.load_drafter(folder, target)
-  return drafters
-
-
-def evaluate_all(
-  target: targets.NamedTarget,
-  drafters: Mapping[str, generate.DrafterModel],
-  held_out: answers_lib.AnswerSet,
-  work_dir: run_io.WorkDir,
-  *,
-  new_tokens: int,
-  seed: int,
-  temperatures: Sequence[float] = (0.0, 1.0),
-) -> dict[str, dict[str, Any]]:
-  """Reports of every drafter at each temperature, kept cell by cell.
-
-  Returns:
-    "T=0", ... -> method -> report of `evaluation.advancement_report`; above
-    temperature 0 with rejection sampling and the method's first proposal.
-  """
-  decodes = {
-    f"T={temperature:g}": configs.DecodeConfig(
-      max_new_tokens=new_tokens,
-      stop_tokens=target.model.cfg.eos_token_ids,
-      sampling=configs.SamplingConfig(temperature=temperature),
-      rule="greedy" if temperature == 0 else "rejection",
-    )
-    for temperature in temperatures
-  }
-  cells = work_dir.path / "cells"
-  cells.mkdir(exist_ok=True)
-  reports: dict[str, dict[str, Any]] = {name: {} for name in decodes}
-  for name, decode in decodes.items():
-    for method, drafter in drafters.items():
-      path = cells / f"{method}_{name.replace('=', '')}.json"
-      if not path.exists():
-        decoded = evaluation.decode_prompts(
-          target.model,
-          drafter,
-          held_out,
-          decode,
-          batch_size=16,
-          seed=seed,
-          label=f"decode {method} {name}",
-        )
-        report = evaluation.advancement_report(
-          decoded, held_out.loops, drafter.cfg.num_proposals
-        )
-        if name == "T=0":
-          report["lossless"] = evaluation.losslessness(
-            target.model, held_out, decoded
-          )
-        run_io.write_json(path, report)
-      reports[name][method] = hf_config.read_json(path)
-  return reports
-
-
-def paired_gains(
-  first: list[list[int]], second: list[list[int]], looping: np.ndarray
-) -> dict[str, dict[str, float]]:
-  """Advancement of `second` over `first`, bootstrap over prompts, by group.
+) -> generate.DrafterModel:
+  """A drafter, trained in `folder` unless it already lies there.
 
   Args:
-    first: round lengths of each prompt, one method.
-    second: the same for the other.
-    looping: [n] bool, whether the prompt's own answer loops.
+    target: whose drafter it is.
+    features: gives the training data; called only if it is needed.
+    folder: the cell; named in the progress line.
+    cfg: the drafter.
+    train_cfg: the run.
+
+  Raises:
+    ValueError: the folder holds a drafter of another configuration.
   """
-  return {
-    name: metrics.paired_ratio_interval(
-      [first[i] for i in rows], [second[i] for i in rows]
+  own = run_io.open_work_dir(
+    str(folder),
+    config={"drafter": cfg, "train": train_cfg},
+    argv=sys.argv,
+    resume=True,
+  )
+  trained = own.path / "drafter"
+  if not (trained / "config.json").exists():
+    training.train_drafter(
+      target,
+      features(),
+      cfg,
+      train_cfg,
+      own,
+      checkpoint_every=100,
+      label=f"train {folder.name}",
     )
-    for name, rows in prompt_groups(looping).items()
+  return evaluation.load_drafter(trained, target)
+
+
+def decode_config(
+  target: targets.NamedTarget,
+  prompts: answers_lib.AnswerSet,
+  temperature: float,
+  **rule: str,
+) -> configs.DecodeConfig:
+  """How a set is decoded: greedy, or rejection unless `rule` says otherwise."""
+  chosen = {"rule": "greedy" if temperature == 0 else "rejection"} | rule
+  return configs.DecodeConfig(
+    max_new_tokens=prompts.new_tokens,
+    stop_tokens=target.model.cfg.eos_token_ids,
+    sampling=configs.SamplingConfig(temperature=temperature),
+    **chosen,
+  )
+
+
+def decode_cell(
+  path: pathlib.Path,
+  target: targets.NamedTarget,
+  drafter: generate.DrafterModel,
+  prompts: answers_lib.AnswerSet,
+  decode: configs.DecodeConfig,
+  *,
+  seed: int,
+) -> dict[str, Any]:
+  """The report of one decoding, made unless it already lies at `path`.
+
+  Greedy reports say how many outputs equal the target's own answers, which are
+  those of `prompts`.
+  """
+  if not path.exists():
+    decoded = evaluation.decode_prompts(
+      target.model,
+      drafter,
+      prompts,
+      decode,
+      batch_size=16,
+      seed=seed,
+      label=f"decode {path.stem}",
+    )
+    report = evaluation.advancement_report(
+      decoded, prompts.loops, drafter.cfg.num_proposals
+    )
+    if decode.sampling.temperature == 0:
+      report["lossless"] = evaluation.losslessness(
+        target.model, prompts, decoded
+      )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run_io.write_json(path, report)
+  return hf_config.read_json(path)
+
+
+def parameter_counts(drafter: generate.DrafterModel) -> dict[str, int]:
+  """Trainable numbers: of the common backbone, and of the method's own part."""
+  return {
+    part: sum(leaf.size for leaf in jax.tree.leaves(tree))
+    for part, tree in drafter.params.items()
   }
 
 
@@ -173,12 +224,57 @@ def prompt_groups(looping: np.ndarray) -> dict[str, list[int]]:
   }
 
 
+def resample_reports(
+  reports: Mapping[str, Sequence[Mapping[str, Any]]],
+  looping: Mapping[str, np.ndarray],
+  group: str,
+) -> metrics.Resampled:
+  """Bootstrap over seeds and prompts of one method's advancement.
+
+  Args:
+    reports: benchmark -> report of each seed.
+    looping: benchmark -> [n] bool.
+    group: one of `GROUPS`.
+  """
+  tallies = []
+  for benchmark, by_seed in reports.items():
+    rows = prompt_groups(looping[benchmark])[group]
+    tallies.append(
+      metrics.tally(
+        [[report["round_lengths"][i] for i in rows] for report in by_seed]
+      )
+    )
+  return metrics.resample(tallies)
+
+
+def gains(
+  first: Mapping[str, Sequence[Mapping[str, Any]]],
+  second: Mapping[str, Sequence[Mapping[str, Any]]],
+  looping: Mapping[str, np.ndarray],
+) -> dict[str, dict[str, float]]:
+  """Advancement of `second` over `first`, paired by seed and prompt, by group.
+
+  Arguments as in `resample_reports`.
+  """
+  return {
+    group: resample_reports(second, looping, group).interval(
+      resample_reports(first, looping, group)
+    )
+    | {
+      "prompts": sum(
+        len(prompt_groups(rows)[group]) for rows in looping.values()
+      )
+    }
+    for group in GROUPS
+  }
+
+
 def gain_lines(gains: Mapping[str, Mapping[str, float]]) -> list[str]:
-  """Sentences about `paired_gains` of DSpine over DFlash."""
+  """Sentences about `gains` of DSpine over DFlash."""
   return [
     f"DSpine over DFlash at T=0, {name.replace('_', '-')} prompts:"
-    f" x{gains[name]['ratio']:.2f} (95 % interval {gains[name]['low']:.2f} to"
-    f" {gains[name]['high']:.2f}, {gains[name]['requests']} prompts)"
-    for name in ("all", "non_looping", "looping")
-    if gains[name]["requests"]
+    f" x{gain['mean']:.2f} (95 % interval {gain['low']:.2f} to"
+    f" {gain['high']:.2f}, {gain['prompts']} prompts)"
+    for name, gain in gains.items()
+    if gain["prompts"]
   ]

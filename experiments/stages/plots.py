@@ -1,4 +1,4 @@
-"""The two pictures of a comparison of drafters."""
+"""The pictures of comparisons of drafters."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -31,6 +31,13 @@ def acceptance_by_position(
     title: of the picture.
   """
   figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+  _draw_acceptance(axes, curves)
+  axes.set_title(title)
+  figure.savefig(path, dpi=150)
+  plt.close(figure)
+
+
+def _draw_acceptance(axes, curves: Mapping[str, Sequence[float]]) -> None:
   for name, curve in curves.items():
     places = np.arange(1, len(curve) + 1)
     shares = np.asarray(curve, float)  # Without any round: None, then NaN.
@@ -41,7 +48,51 @@ def acceptance_by_position(
   axes.set_xlim(left=0.5)
   axes.grid(alpha=0.3)
   axes.legend()
-  axes.set_title(title)
+
+
+def comparison(
+  path: pathlib.Path,
+  bars: Mapping[str, Mapping[str, Mapping[str, float]]],
+  curves: Mapping[str, Sequence[float]],
+  title: str,
+) -> None:
+  """Mean advancement with intervals, and acceptance by position.
+
+  Args:
+    path: PNG file to write.
+    bars: group of prompts -> method -> mean, low and high.
+    curves: as in `acceptance_by_position`.
+    title: of the picture.
+  """
+  figure, (left, right) = plt.subplots(
+    1, 2, figsize=(11.0, 4.2), layout="constrained", width_ratios=(3, 2)
+  )
+  names = list(curves)
+  width = 0.8 / len(names)
+  for index, name in enumerate(names):
+    intervals = [group[name] for group in bars.values()]
+    mean, low, high = (
+      np.asarray([one[key] for one in intervals], float)
+      for key in ("mean", "low", "high")
+    )
+    places = np.arange(len(intervals)) + (index - (len(names) - 1) / 2) * width
+    left.bar(
+      places,
+      mean,
+      width,
+      yerr=(mean - low, high - mean),
+      capsize=2,
+      color=COLORS.get(name),
+      label=name,
+    )
+  left.set_xticks(np.arange(len(bars)), list(bars))
+  left.set_ylabel("mean advancement (tokens per round)")
+  # A round commits at least one token.
+  left.set_ylim(bottom=1)
+  left.grid(axis="y", alpha=0.3)
+  left.legend()
+  _draw_acceptance(right, curves)
+  figure.suptitle(title)
   figure.savefig(path, dpi=150)
   plt.close(figure)
 

@@ -51,13 +51,46 @@ def compute_features(
     )
 
 
+def load_benchmarks(
+  folder: str | pathlib.Path,
+  names: Sequence[str] | None,
+  target: targets.NamedTarget,
+  *,
+  limit: int,
+) -> dict[str, answers_lib.AnswerSet]:
+  """Parts that are no training data, cut to their first `limit` prompts.
+
+  Args:
+    folder: of make_answers.
+    names: which parts; None takes all whose name does not begin with "train".
+    target: that answered.
+    limit: most prompts of each.
+
+  Raises:
+    ValueError: as `load_parts`.
+  """
+  if names is None:
+    paths = sorted(pathlib.Path(folder).glob("*.npz"))
+    names = [p.stem for p in paths if not p.stem.startswith("train")]
+  if not names:
+    raise ValueError(f"--answers={folder}: no part to decode there")
+  sets = {name: load_parts(folder, [name], target) for name in names}
+  return {
+    name: part.select(np.arange(min(limit, len(part.lengths))))
+    for name, part in sets.items()
+  }
+
+
 def features_on_demand(
   target: targets.NamedTarget,
   answers: answers_lib.AnswerSet,
   taps: tuple[int, ...],
+  folder: pathlib.Path | None = None,
 ) -> Callable[[], features.FeatureSet]:
-  """`compute_features` in memory, at the first call and only once."""
-  return functools.cache(lambda: compute_features(target, answers, taps, None))
+  """`compute_features`, at the first call and only once."""
+  return functools.cache(
+    lambda: compute_features(target, answers, taps, folder)
+  )
 
 
 def train_drafter(

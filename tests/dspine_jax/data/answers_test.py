@@ -198,3 +198,29 @@ def test_files_of_another_kind_are_value_errors_that_name_them(tmp_path):
     answers.load(path)
   with pytest.raises(ValueError, match=f"{path}x: not an answer set"):
     answers.load(f"{path}x")
+
+
+def test_prompts_of_any_lengths_are_answered_as_each_alone(target, prompts):
+  ragged = [prompts[0], prompts[1][:2], prompts[2][:4], prompts[3][1:]]
+  together = answers.regenerate(
+    target, ragged, decode=decode_config(), seed=0, batch_size=2
+  )
+  assert together.prompt_lengths.tolist() == [6, 2, 4, 5]
+  assert together.new_tokens == NEW
+  for row, prompt in enumerate(ragged):
+    alone = answers.regenerate(
+      target, [prompt], decode=decode_config(), seed=0, batch_size=1
+    )
+    end = int(together.lengths[row])
+    assert end == len(prompt) + NEW
+    np.testing.assert_array_equal(together.tokens[row, :end], alone.tokens[0])
+    assert not together.tokens[row, end:].any()
+
+
+def test_sets_of_unequal_width_are_joined():
+  narrow = answers.pad_prompts([np.array([7, 8]), np.array([9])])
+  joined = answers.join([small_set(), narrow])
+  assert joined.tokens.shape == (4, 6)
+  np.testing.assert_array_equal(joined.tokens[2], [7, 8, 0, 0, 0, 0])
+  np.testing.assert_array_equal(joined.tokens[:2], small_set().tokens)
+  assert joined.lengths.tolist() == [6, 5, 2, 1]

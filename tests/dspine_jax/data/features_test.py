@@ -64,6 +64,34 @@ def test_memory_mapped_features_are_the_same_bit_by_bit(
     np.testing.assert_array_equal(stored, array)
 
 
+def test_finished_files_are_read_again_unless_what_made_them_changed(
+  target, answers, computed, tmp_path
+):
+  def compute(answers, taps=TAPS):
+    return features.compute_features(
+      target, answers, taps, batch_size=2, folder=tmp_path
+    )
+
+  compute(answers)
+  path = tmp_path / "last_hidden.npy"
+  written = path.stat().st_mtime_ns
+  again = compute(answers)
+  assert path.stat().st_mtime_ns == written
+  np.testing.assert_array_equal(again.last_hidden, computed.last_hidden)
+  (tmp_path / "index.json").unlink()  # A killed run has none yet.
+  compute(answers)
+  assert path.stat().st_mtime_ns > written
+  other = answers._replace(tokens=answers.tokens[:, ::-1])
+  assert (compute(other).last_hidden != computed.last_hidden).any()
+  taps = compute(answers, (1, 2)).context_features
+  assert (taps != computed.context_features).any()
+  index = tmp_path / "index.json"
+  index.write_text("torn")
+  np.testing.assert_array_equal(
+    compute(answers).last_hidden, computed.last_hidden
+  )
+
+
 def test_padding_tokens_change_nothing_before_them(target, answers, computed):
   tokens = answers.tokens.copy()
   padding = np.arange(tokens.shape[1]) >= answers.lengths[:, None]

@@ -57,22 +57,36 @@ def paired_rounds(factor, requests=40):
   return first, [[factor * x for x in lengths] for lengths in first]
 
 
+def ratio(first, second, **options):
+  """Of one set of requests and one training seed."""
+  found = [
+    metrics.resample([metrics.tally([rounds])], **options)
+    for rounds in (first, second)
+  ]
+  return found[1].interval(found[0])
+
+
+def test_a_tally_has_tokens_and_rounds_by_seed_and_request():
+  tally = metrics.tally([[[3, 1], []], [[2], [5, 5, 5]]])
+  np.testing.assert_array_equal(tally[0], [[4, 0], [2, 15]])
+  np.testing.assert_array_equal(tally[1], [[2, 0], [1, 3]])
+
+
 def test_the_ratio_is_the_pooled_one_and_lies_in_its_interval():
   rng = np.random.default_rng(4)
   first, second = paired_rounds(1)
   second = [[x + int(rng.integers(0, 3)) for x in row] for row in second]
-  found = metrics.paired_ratio_interval(first, second)
+  found = ratio(first, second)
   pooled = [
     metrics.mean_advancement(rounds)["pooled"] for rounds in (first, second)
   ]
-  assert found["ratio"] == pytest.approx(pooled[1] / pooled[0])
-  assert 1 < found["low"] < found["ratio"] < found["high"] < 1.5
-  assert found["requests"] == len(first)
+  assert found["mean"] == pytest.approx(pooled[1] / pooled[0])
+  assert 1 < found["low"] < found["mean"] < found["high"] < 1.5
 
 
 def test_the_bootstrap_draws_both_methods_of_a_request_together():
   # Requests differ much, the ratio of a request never.
-  found = metrics.paired_ratio_interval(*paired_rounds(2))
+  found = ratio(*paired_rounds(2))
   assert found["low"] == pytest.approx(2)
   assert found["high"] == pytest.approx(2)
 
@@ -80,11 +94,11 @@ def test_the_bootstrap_draws_both_methods_of_a_request_together():
 def test_the_interval_is_a_function_of_its_seed():
   first, second = paired_rounds(1)
   second = second[::-1]
-  found = metrics.paired_ratio_interval(first, second, seed=1)
-  again = metrics.paired_ratio_interval(first, second, seed=1)
-  other = metrics.paired_ratio_interval(first, second, seed=2)
+  found = ratio(first, second, seed=1)
+  again = ratio(first, second, seed=1)
+  other = ratio(first, second, seed=2)
   assert found == again
-  assert found["ratio"] == other["ratio"]
+  assert found["mean"] == other["mean"]
   assert (found["low"], found["high"]) != (other["low"], other["high"])
 
 
@@ -94,28 +108,31 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
   for seed in range(200):
     first = rng.integers(1, 6, (30, 4))  # Mean 3.
     second = rng.integers(1, 8, (30, 4))  # Mean 4.
-    found = metrics.paired_ratio_interval(
-      first.tolist(), second.tolist(), seed=seed, samples=300
-    )
+    found = ratio(first.tolist(), second.tolist(), seed=seed, samples=300)
     covered += found["low"] <= 4 / 3 <= found["high"]
   assert 0.88 <= covered / 200 <= 0.99
 
 
-def test_requests_that_one_method_has_no_round_for_are_left_out():
-  found = metrics.paired_ratio_interval([[2], [], [4]], [[4], [9], []])
-  assert (found["ratio"], found["requests"]) == (2.0, 1)
+def test_seeds_that_differ_widen_the_interval():
+  rounds = [[2, 2]] * 50
+  better = [[4, 4]] * 50
+  alike = metrics.resample([metrics.tally([rounds, rounds])]).interval()
+  assert (alike["low"], alike["mean"], alike["high"]) == (2, 2, 2)
+  found = metrics.resample([metrics.tally([rounds, better])]).interval()
+  assert (found["low"], found["mean"], found["high"]) == (2, 3, 4)
+
+
+def test_benchmarks_count_alike_whatever_their_size():
+  short, long = metrics.tally([[[2]]]), metrics.tally([[[4, 4, 4]] * 9])
+  assert metrics.resample([short, long]).interval()["mean"] == 3
+  empty = metrics.tally([[]])
+  assert metrics.resample([short, empty]).interval()["mean"] == 2
 
 
 @pytest.mark.parametrize("rounds", [[], [[]]])
 def test_an_interval_of_no_request_is_nan(rounds):
-  found = metrics.paired_ratio_interval(rounds, rounds)
-  assert found["requests"] == 0
-  assert all(math.isnan(found[name]) for name in ("ratio", "low", "high"))
-
-
-def test_requests_of_unequal_number_cannot_be_paired():
-  with pytest.raises(ValueError, match="1 and 2 requests"):
-    metrics.paired_ratio_interval([[1]], [[1], [2]])
+  found = ratio(rounds, rounds)
+  assert all(math.isnan(found[name]) for name in ("mean", "low", "high"))
 
 
 def unrepeated(size):
