@@ -35,9 +35,7 @@ _PRESET = flags.DEFINE_enum(
 _METHOD = flags.DEFINE_enum(
   "method", "dspine", sorted(methods.DRAFTERS), "Drafter of the preset."
 )
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _DRAFTER = flags.DEFINE_string(
   "drafter", targets.EMBEDDED, "`embedded`, or a folder of a drafter."
 )

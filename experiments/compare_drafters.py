@@ -17,6 +17,7 @@ Time on two CPU cores, embedded target, 800 steps of block 16: about 4 minutes a
 training, half a minute a decoding, half a minute a speed.
 """
 
+import functools
 import itertools
 import sys
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
+from dspine_jax import configs
 from dspine_jax.checkpoints import hf_config
 from dspine_jax.drafters import methods
 from experiments import run_io, targets
@@ -37,9 +39,7 @@ from experiments.stages import (
 )
 
 _WORK_DIR = flags.DEFINE_string("work_dir", "runs/compare", "Where cells go.")
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _ANSWERS = flags.DEFINE_string(
   "answers", "runs/answers", "Work directory of make_answers."
 )
@@ -65,8 +65,10 @@ _STEPS = flags.DEFINE_integer(
   "steps", 800, "Optimiser steps of each drafter.", lower_bound=1
 )
 _BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a draft block.")
-_RELEASED = flags.DEFINE_bool(
-  "released_blocks", True, "Also compare at each method's released block size."
+_RELEASED = flags.DEFINE_list(
+  "released_seeds",
+  ["0"],
+  "Training seeds at each method's released block size; empty: none.",
 )
 _LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
 _RANK = flags.DEFINE_integer("transfer_rank", 128, "DSpine: code width.")
@@ -111,6 +113,20 @@ class Entry(NamedTuple):
     return f"{self.method}_b{self.block_size}"
 
 
+class Table(NamedTuple):
+  """Methods on equal terms.
+
+  Attributes:
+    title: what is equal.
+    entries: its lines; the last is compared with each of the others.
+    seeds: training seeds.
+  """
+
+  title: str
+  entries: list[Entry]
+  seeds: list[int]
+
+
 def whole_numbers(flag: flags.FlagHolder, least: int) -> list[int]:
   """The numbers of a list flag; ValueError naming it if one is not possible."""
   try:
@@ -133,17 +149,20 @@ def main(unused_argv):
       f" {sorted(methods.DRAFTERS)}"
     )
   seeds = whole_numbers(_SEEDS, 0)
+  released = whole_numbers(_RELEASED, 0)
   batches = whole_numbers(_SPEED_BATCHES, 1)
   temperatures = answers.parse_temperatures(_TEMPERATURES.value)
   target = targets.load(_TARGET.value)
-  tables = {
-    f"block {_BLOCK.value}": [Entry(m, _BLOCK.value) for m in _METHODS.value]
-  }
-  if _RELEASED.value:
-    tables["released block sizes"] = [
-      Entry(m, RELEASED_BLOCKS.get(m, _BLOCK.value)) for m in _METHODS.value
-    ]
-  entries = list(dict.fromkeys(itertools.chain(*tables.values())))
+  block = _BLOCK.value
+  own_blocks = [Entry(m, RELEASED_BLOCKS.get(m, block)) for m in _METHODS.value]
+  tables = [
+    Table(f"block {block}", [Entry(m, block) for m in _METHODS.value], seeds),
+    Table("released block sizes", own_blocks, released),
+  ]
+  tables = [table for table in tables if table.seeds]
+  if not tables:
+    raise ValueError("--seeds and --released_seeds are empty")
+  entries = list(dict.fromkeys(e for table in tables for e in table.entries))
   sizes = comparison.Sizes(
     transfer_rank=_RANK.value,
     message_size=_MESSAGE.value,
@@ -182,111 +201,154 @@ def main(unused_argv):
   features = training.features_on_demand(
     target, train, cfgs[entries[0]].target_layer_ids, work_dir.path / "features"
   )
-  drafters = {
-    (entry, seed): comparison.train_cell(
+
+  @functools.cache
+  def drafter(entry, seed):
+    return comparison.train_cell(
       target,
       features,
       work_dir.path / "drafters" / f"{entry.name}_s{seed}",
       cfgs[entry],
       comparison.train_config(_STEPS.value, seed),
     )
-    for seed in seeds
-    for entry in entries
-  }
 
-  def decode(entry, seed, benchmark, temperature, **rule):
+  def decode(entry, seeds, temperature, **rule):
+    """Benchmark -> report of each seed."""
     label = "_".join([f"T{temperature:g}", *rule.values()])
-    name = f"{entry.name}_s{seed}_{label}.json"
-    prompts = benchmarks[benchmark]
-    return comparison.decode_cell(
-      work_dir.path / "cells" / benchmark / name,
-      target,
-      drafters[entry, seed],
-      prompts,
-      comparison.decode_config(target, prompts, temperature, **rule),
-      seed=seed,
-    )
+    return {
+      name: [
+        comparison.decode_cell(
+          work_dir.path / "cells" / name / f"{entry.name}_s{seed}_{label}.json",
+          target,
+          drafter(entry, seed),
+          prompts,
+          comparison.decode_config(target, prompts, temperature, **rule),
+          seed=seed,
+        )
+        for seed in seeds
+      ]
+      for name, prompts in benchmarks.items()
+    }
 
-  reports = {
-    entry: {
-      temperature: {
-        benchmark: [
-          decode(entry, seed, benchmark, temperature) for seed in seeds
-        ]
-        for benchmark in benchmarks
-      }
-      for temperature in temperatures
-    }
-    for entry in entries
-  }
-  own_rules = {
-    entry: {
-      temperature: {
-        benchmark: [
-          decode(entry, seed, benchmark, temperature, **OWN_RULES[entry.method])
-          for seed in seeds
-        ]
-        for benchmark in benchmarks
-      }
-      for temperature in temperatures
-      if temperature > 0
-    }
-    for entry in entries
-    if entry.method in OWN_RULES
-  }
+  @functools.cache
+  def held_out(benchmark, temperature):
+    prompts = benchmarks[benchmark]
+    path = work_dir.path / "sampled" / f"{benchmark}_t{temperature:g}.npz"
+    sampling = configs.SamplingConfig(temperature=temperature)
+    drawn = answers.sampled(target, prompts, sampling, path, seed=0)
+    taps = cfgs[entries[0]].target_layer_ids
+    return training.compute_features(target, drawn, taps, None)
+
+  def expect(entry, seeds, temperature):
+    """The teacher-forced proxy of each seed, mean of the benchmarks."""
+    return [
+      float(
+        np.mean(
+          [
+            comparison.proxy_cell(
+              work_dir.path
+              / "proxy"
+              / name
+              / f"{entry.name}_s{seed}_T{temperature:g}.json",
+              target,
+              drafter(entry, seed),
+              functools.partial(held_out, name, temperature),
+              comparison.decode_config(target, prompts, temperature),
+              seed=0,
+            )
+            for name, prompts in benchmarks.items()
+          ]
+        )
+      )
+      for seed in seeds
+    ]
+
+  # Trainings come first: they are what takes long.
+  for table in tables:
+    for seed, entry in itertools.product(table.seeds, table.entries):
+      drafter(entry, seed)
   looping = {name: prompts.loops for name, prompts in benchmarks.items()}
   results: dict[str, Any] = {
     "target": _TARGET.value,
     "steps": _STEPS.value,
-    "seeds": seeds,
     "training_answers": len(train.lengths),
     "device": run_io.device_summary(),
     "prompts": {
       name: {"all": len(rows), "looping": int(rows.sum())}
       for name, rows in looping.items()
     },
-    "tables": {
-      title: [entry.name for entry in lines] for title, lines in tables.items()
-    },
-    "drafters": {
-      entry.name: summarize(reports[entry], looping)
-      | {
-        "method": entry.method,
-        "proposals": cfgs[entry].num_proposals,
-        "parameters": comparison.parameter_counts(drafters[entry, seeds[0]]),
-        "own_rule": summarize(own_rules.get(entry, {}), looping),
-      }
-      for entry in entries
-    },
-    "gains": {
-      title: gains_of_last(lines, reports, looping)
-      for title, lines in tables.items()
-    },
+    "tables": [],
   }
+  for table in tables:
+    reports = {
+      entry: {t: decode(entry, table.seeds, t) for t in temperatures}
+      for entry in table.entries
+    }
+    lines = []
+    for entry in table.entries:
+      rule = OWN_RULES.get(entry.method)
+      own = {
+        t: decode(entry, table.seeds[:1], t, **rule)
+        for t in temperatures
+        if t > 0 and rule
+      }
+      lines.append(
+        {
+          "method": entry.method,
+          "block_size": entry.block_size,
+          "proposals": cfgs[entry].num_proposals,
+          "parameters": comparison.parameter_counts(
+            drafter(entry, table.seeds[0])
+          ),
+          "own_rule": summarize(own, looping),
+          "proxy": {
+            f"T={t:g}": expect(entry, table.seeds, t) for t in temperatures
+          },
+          "by_seed": {
+            f"T={t:g}": by_seed(reports[entry][t], looping)
+            for t in temperatures
+          },
+        }
+        | summarize(reports[entry], looping)
+      )
+    results["tables"].append(
+      {
+        "title": table.title,
+        "seeds": table.seeds,
+        "methods": lines,
+        "gains": gains_of_last(table.entries, reports, looping),
+        "proxy_correlation": proxy_correlation(lines),
+      }
+    )
   run_io.write_json(work_dir.path / "results.json", results)
   first = next(iter(benchmarks.values()))
-  for entry in entries:
-    results["drafters"][entry.name]["speed"] = {
-      batch: time_cell(
-        work_dir.path / "speed" / f"{entry.name}_batch{batch}.json",
-        target,
-        drafters[entry, seeds[0]],
-        first,
-        batch,
-      )
-      for batch in batches
-    }
+  for table, found in zip(tables, results["tables"], strict=True):
+    for entry, line in zip(table.entries, found["methods"], strict=True):
+      line["speed"] = {
+        str(batch): time_cell(
+          work_dir.path / "speed" / f"{entry.name}_batch{batch}.json",
+          target,
+          drafter(entry, table.seeds[0]),
+          first,
+          batch,
+        )
+        for batch in batches
+      }
   run_io.write_json(work_dir.path / "results.json", results)
   text = markdown(results, batches, temperatures)
   (work_dir.path / "table.md").write_text(text)
-  draw(work_dir, results, reports, temperatures)
+  draw(work_dir, results, temperatures)
   print(text)
   print(f"results.json, table.md and comparison.png are in {work_dir.path}")
 
 
 def summarize(by_temperature, looping) -> dict[str, Any]:
   """Advancement with intervals: of each benchmark, and of all, by group."""
-  summary: dict[str, Any] = {"advancement": {}, "benchmarks": {}}
+  summary: dict[str, Any] = {
+    "advancement": {},
+    "benchmarks": {},
+    "acceptance_by_position": {},
+  }
   for temperature, reports in by_temperature.items():
     key = f"T={temperature:g}"
     summary["advancement"][key] = {
@@ -299,12 +361,15 @@ def summarize(by_temperature, looping) -> dict[str, Any]:
       ).interval()
       for name, by_seed in reports.items()
     }
-    checks = [
-      report["lossless"]
-      for by_seed in reports.values()
-      for report in by_seed
-      if "lossless" in report
-    ]
+    flat = list(itertools.chain(*reports.values()))
+    summary["acceptance_by_position"][key] = np.mean(
+      [
+        np.asarray(report["all"]["acceptance_by_position"], float)
+        for report in flat
+      ],
+      axis=0,
+    )
+    checks = [report["lossless"] for report in flat if "lossless" in report]
     if checks:
       summary["lossless"] = {
         name: sum(check[name] for check in checks)
@@ -313,17 +378,42 @@ def summarize(by_temperature, looping) -> dict[str, Any]:
   return summary
 
 
-def gains_of_last(lines, reports, looping) -> dict[str, Any]:
+def by_seed(reports, looping) -> list[float]:
+  """Mean advancement of each seed."""
+  count = len(next(iter(reports.values())))
+  return [
+    comparison.resample_reports(
+      {name: one[seed : seed + 1] for name, one in reports.items()},
+      looping,
+      "all",
+    ).value
+    for seed in range(count)
+  ]
+
+
+def proxy_correlation(lines) -> dict[str, float]:
+  """Pearson's, of proxy and measured advancement over methods and seeds."""
+  found = {}
+  for key in lines[0]["proxy"]:
+    pairs = [
+      np.concatenate([line[name][key] for line in lines])
+      for name in ("proxy", "by_seed")
+    ]
+    found[key] = float(np.corrcoef(pairs)[0, 1])
+  return found
+
+
+def gains_of_last(entries, reports, looping) -> dict[str, Any]:
   """Advancement of a table's last method over each of the others."""
-  last = reports[lines[-1]]
+  last = reports[entries[-1]]
   return {
-    entry.name: {
+    entry.method: {
       f"T={temperature:g}": comparison.gains(
         reports[entry][temperature], last[temperature], looping
       )
       for temperature in last
     }
-    for entry in lines[:-1]
+    for entry in entries[:-1]
   }
 
 
@@ -358,18 +448,26 @@ def markdown(results, batches, temperatures) -> str:
   prompts = results["prompts"].values()
   parts = [
     f"Target {results['target']}, {results['steps']} steps,"
-    f" {results['training_answers']} answers, seeds {results['seeds']},"
+    f" {results['training_answers']} answers,"
     f" {sum(one['all'] for one in prompts)} prompts"
     f" ({sum(one['looping'] for one in prompts)} looping);"
     " mean advancement with 95 % intervals over seeds and prompts."
   ]
-  for title, names in results["tables"].items():
-    lines = [results["drafters"][name] for name in names]
-    parts.append(f"## {title}")
+  for table in results["tables"]:
+    lines = table["methods"]
+    seeds = ", ".join(map(str, table["seeds"]))
+    parts.append(f"## {table['title']}, seeds {seeds}")
     parts.append(advancement_table(lines, temperatures))
+    correlations = ", ".join(
+      f"{r:.3f} at {key}" for key, r in table["proxy_correlation"].items()
+    )
+    parts.append(
+      "Expected: the teacher-forced proxy. Its correlation with the measured"
+      f" advancement over methods and seeds is {correlations}."
+    )
     if batches:
       parts.append(speed_table(lines, batches))
-    parts.append(gain_table(results["gains"][title], lines, temperatures))
+    parts.append(gain_table(table["gains"], lines, temperatures))
     if len(results["prompts"]) > 1:
       parts.append(benchmark_table(lines, results["prompts"], temperatures))
   return "\n\n".join(parts) + "\n"
@@ -379,7 +477,7 @@ def advancement_table(lines, temperatures) -> str:
   """Advancement of each method, its groups, and its own rule's."""
   headers = ["method", "proposals"]
   for temperature in temperatures:
-    headers.append(f"T={temperature:g}")
+    headers += [f"T={temperature:g}", "expected"]
     if temperature == 0:
       headers += ["non-looping", "looping", "equal outputs"]
     else:
@@ -390,7 +488,7 @@ def advancement_table(lines, temperatures) -> str:
     for temperature in temperatures:
       key = f"T={temperature:g}"
       groups = line["advancement"][key]
-      row.append(_mean(groups["all"]))
+      row += [_mean(groups["all"]), f"{np.mean(line['proxy'][key]):.2f}"]
       if temperature == 0:
         row += [_mean(groups["non_looping"]), _mean(groups["looping"])]
         row.append(f"{line['lossless']['equal']}/{line['lossless']['prompts']}")
@@ -417,8 +515,7 @@ def speed_table(lines, batches) -> str:
   for line in lines:
     counts = line["parameters"]
     own = sum(n for part, n in counts.items() if part != "backbone")
-    timed = line["speed"].get(1, line["speed"].get("1", {}))
-    parts = timed.get("part_seconds", {})
+    parts = line["speed"].get("1", {}).get("part_seconds", {})
     draft = sum(
       parts[name] for name in parts if name not in ("verify", "commit", "round")
     )
@@ -429,7 +526,7 @@ def speed_table(lines, batches) -> str:
         f"{own / 1e6:.2f}",
         f"{1e3 * draft:.2f}" if parts else "-",
         f"{1e3 * parts['round']:.2f}" if parts else "-",
-        *(f"{line['speed'][batch]['ratio']:.2f}" for batch in batches),
+        *(f"{line['speed'][str(batch)]['ratio']:.2f}" for batch in batches),
       ]
     )
   return run_io.markdown_table(rows, headers)
@@ -469,35 +566,27 @@ def benchmark_table(lines, prompts, temperatures) -> str:
   return run_io.markdown_table(rows, headers)
 
 
-def draw(work_dir, results, reports, temperatures) -> None:
+def draw(work_dir, results, temperatures) -> None:
   """comparison.png: advancement with intervals, acceptance by position."""
-  title, names = next(iter(results["tables"].items()))
-  by_name = {entry.name: entry for entry in reports}
+  table = results["tables"][0]
+  lines = {line["method"]: line for line in table["methods"]}
   bars = {}
   for temperature in temperatures:
+    key = f"T={temperature:g}"
     for group in ("non_looping", "looping") if temperature == 0 else ("all",):
-      label = f"T={temperature:g}, {group.replace('_', '-')}"
-      bars[label] = {
-        results["drafters"][name]["method"]: results["drafters"][name][
-          "advancement"
-        ][f"T={temperature:g}"][group]
-        for name in names
+      bars[f"{key}, {group.replace('_', '-')}"] = {
+        method: line["advancement"][key][group]
+        for method, line in lines.items()
       }
-  curves = {}
-  for name in names:
-    by_seed = itertools.chain(*reports[by_name[name]][temperatures[0]].values())
-    curves[results["drafters"][name]["method"]] = np.mean(
-      [
-        np.asarray(report["all"]["acceptance_by_position"], float)
-        for report in by_seed
-      ],
-      axis=0,
-    ).tolist()
+  first = f"T={temperatures[0]:g}"
   plots.comparison(
     work_dir.path / "comparison.png",
     bars,
-    curves,
-    f"{results['target']}, {title}, {results['steps']} steps",
+    {
+      method: line["acceptance_by_position"][first]
+      for method, line in lines.items()
+    },
+    f"{results['target']}, {table['title']}, {results['steps']} steps",
   )
 
 

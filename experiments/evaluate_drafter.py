@@ -7,11 +7,14 @@ At temperature 0 the output must be the target's own answer token by token; at
 higher temperatures every rule and every way to draw the draft is measured. Mean
 advancement counts the bonus token and is given for looping and non-looping
 answers apart (a loop: the target's own answer ends in a period of at most 40
-tokens, three times). Results, with every raw round length, go to
-WORK_DIR/results.json. Time on two CPU cores, 200 prompts: half a minute at
-temperature 0, and as long for each rule and way to draw at the others.
+tokens, three times). Beside it stands the teacher-forced proxy, what rejection
+sampling would keep at random places of the target's own answers. Results, with
+every raw round length, go to WORK_DIR/results.json. Time on two CPU cores, 200
+prompts: half a minute at temperature 0, and as long for each rule and way to
+draw at the others.
 """
 
+import functools
 import sys
 
 from absl import flags
@@ -20,19 +23,23 @@ from dspine_jax import configs
 from dspine_jax.drafters import methods
 from experiments import run_io, targets
 from experiments.stages import answers as answers_stage
-from experiments.stages import evaluation, training
+from experiments.stages import evaluation, proxy, training
 
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/evaluation", "Where results go."
 )
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _DRAFTER = flags.DEFINE_string(
   "drafter", targets.EMBEDDED, "`embedded`, or a folder of a drafter."
 )
 _ANSWERS = flags.DEFINE_string(
   "answers", "runs/answers", "Work directory of make_answers."
+)
+_PART = flags.DEFINE_string(
+  "part", "held_out", "Which of its parts to decode (a benchmark's name)."
+)
+_EVAL = flags.DEFINE_integer(
+  "eval_prompts", 200, "How many of its prompts.", lower_bound=1
 )
 _TEMPERATURES = flags.DEFINE_list(
   "temperatures", ["0", "1"], "Temperatures to decode at."
@@ -76,7 +83,9 @@ def main(unused_argv):
   temperatures = answers_stage.parse_temperatures(_TEMPERATURES.value)
   target = targets.load(_TARGET.value)
   drafter = evaluation.load_drafter(_DRAFTER.value, target)
-  answers = training.load_parts(_ANSWERS.value, ["held_out"], target)
+  answers = training.load_benchmarks(
+    _ANSWERS.value, [_PART.value], target, limit=_EVAL.value
+  )[_PART.value]
   variants: dict[str, configs.DecodeConfig] = {}
   for temperature in temperatures:
     variants |= decode_configs(
@@ -93,6 +102,8 @@ def main(unused_argv):
       "target": _TARGET.value,
       "drafter": _DRAFTER.value,
       "answers": _ANSWERS.value,
+      "part": _PART.value,
+      "eval_prompts": _EVAL.value,
       "temperatures": temperatures,
       "sampling_top_k": _TOP_K.value,
       "sampling_top_p": _TOP_P.value,
@@ -101,6 +112,15 @@ def main(unused_argv):
     argv=sys.argv,
     resume=False,
   )
+
+  @functools.cache
+  def features(sampling):
+    drawn = answers_stage.sampled(
+      target, answers, sampling, None, seed=_SEED.value
+    )
+    taps = drafter.cfg.target_layer_ids
+    return training.compute_features(target, drawn, taps, None)
+
   results, rows = {}, []
   for name, decode in variants.items():
     decoded = evaluation.decode_prompts(
@@ -121,10 +141,25 @@ def main(unused_argv):
       )
       lossless = report["lossless"]
       print(f"equal outputs: {lossless['equal']} of {lossless['prompts']}")
+    if decode.rule != "exact_match":
+      report["expected"] = proxy.expected_advancement(
+        target.model,
+        drafter,
+        features(decode.sampling),
+        decode,
+        seed=_SEED.value,
+        label=f"proxy {name}",
+      )
     results[name] = report
-    rows.append(evaluation.row_for_table(name, report))
+    expected = report.get("expected")
+    rows.append(
+      [
+        *evaluation.row_for_table(name, report),
+        "-" if expected is None else f"{expected:.2f}",
+      ]
+    )
     run_io.write_json(work_dir.path / "results.json", results)
-  headers = ["mean advancement", "all", "non-looping", "looping"]
+  headers = ["mean advancement", "all", "non-looping", "looping", "expected"]
   print(run_io.table(rows, headers))
 
 

@@ -24,9 +24,7 @@ from experiments import run_io, targets
 from experiments.stages import evaluation
 
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _DRAFTER = flags.DEFINE_string(
   "drafter", targets.EMBEDDED, "`embedded`, or a folder of a drafter."
 )

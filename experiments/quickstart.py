@@ -25,9 +25,7 @@ from experiments.stages import comparison, evaluation, plots, timing, training
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/quickstart", "Where everything goes."
 )
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _CORPUS = flags.DEFINE_string(
   "corpus", None, "Folder of *.py files; default: the standard library."
 )

@@ -22,9 +22,7 @@ from experiments.stages import comparison, training
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", None, "Where checkpoints, metrics and the drafter go."
 )
-_TARGET = flags.DEFINE_string(
-  "target", targets.EMBEDDED, "`embedded`, or a Hugging Face folder."
-)
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _ANSWERS = flags.DEFINE_string(
   "answers", "runs/answers", "Work directory of make_answers."
 )

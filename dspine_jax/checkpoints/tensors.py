@@ -52,7 +52,7 @@ def read_tensors(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
     try:
       with safetensors.safe_open(path, framework="numpy") as shard:
         for name in shard.keys():
-          tensors[name] = _plain(shard.get_tensor(name), path, name)
+          tensors[name] = plain(shard.get_tensor(name), path, name)
     except (safetensors.SafetensorError, OSError) as error:
       raise ValueError(
         f"{path}: truncated or not a safetensors file ({error})"
@@ -60,7 +60,8 @@ def read_tensors(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
   return tensors
 
 
-def _plain(array: np.ndarray, path: pathlib.Path, name: str) -> np.ndarray:
+def plain(array: np.ndarray, path: pathlib.Path, name: str) -> np.ndarray:
+  """Floating types as float32; ValueError naming a tensor with NaN or inf."""
   floating = (np.floating, ml_dtypes.bfloat16)
   if not any(np.issubdtype(array.dtype, kind) for kind in floating):
     return array

@@ -113,13 +113,8 @@ def regenerate(
   count, width = padded.tokens.shape
   starts, lengths = padded.prompt_lengths, padded.lengths
   tokens = np.pad(padded.tokens, ((0, 0), (0, decode.max_new_tokens)))
-  by_length = np.argsort(starts, kind="stable")
-  for places, fresh in batches(count, batch_size):
-    rows = by_length[places]
+  for rows, fresh, size in batches_by_length(starts, batch_size, width):
     keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.asarray(rows))
-    # On a coarse grid, so that a few programs serve all lengths.
-    longest = int(starts[rows].max())
-    size = min(width, -(-longest // _LENGTH_GRID) * _LENGTH_GRID)
     out = generate.autoregressive(
       target,
       jnp.asarray(padded.tokens[rows, :size]),
@@ -140,9 +135,6 @@ def regenerate(
   )
 
 
-_LENGTH_GRID = 64
-
-
 def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
   """Row indices in batches of one size, so that one program serves all.
 
@@ -155,6 +147,30 @@ def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
   for start in range(0, count, size):
     fresh = min(size, count - start)
     yield np.arange(size) + start + fresh - size, fresh
+
+
+# Lengths of batches are rounded up to it, so that a few programs serve all.
+_LENGTH_GRID = 64
+
+
+def batches_by_length(
+  lengths: np.ndarray, batch_size: int, most: int
+) -> Iterator[tuple[np.ndarray, int, int]]:
+  """`batches`, short rows first, each with the length that its rows need.
+
+  Args:
+    lengths: [n].
+    batch_size: rows of a batch.
+    most: bound of the lengths that are given.
+
+  Yields:
+    The rows, how many of them, at the end, are not repeated ones, and a length.
+  """
+  by_length = np.argsort(lengths, kind="stable")
+  for places, fresh in batches(len(lengths), batch_size):
+    rows = by_length[places]
+    longest = -(-int(lengths[rows].max()) // _LENGTH_GRID) * _LENGTH_GRID
+    yield rows, fresh, min(most, longest)
 
 
 def save(path: pathlib.Path | str, answers: AnswerSet) -> None:

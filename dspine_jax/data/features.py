@@ -91,13 +91,9 @@ def compute_features(
     _array(folder, name, shape)
     for name, shape in zip(_ARRAYS, shapes, strict=True)
   )
-  # Short rows first: a batch is as long as its longest row, on a coarse grid
-  # so that a few programs serve all.
-  by_length = np.argsort(answers.lengths, kind="stable")
-  for places, fresh in answers_lib.batches(count, batch_size):
-    rows = by_length[places]
-    longest = int(answers.lengths[rows].max())
-    size = min(length, -(-longest // _LENGTH_GRID) * _LENGTH_GRID)
+  for rows, fresh, size in answers_lib.batches_by_length(
+    answers.lengths, batch_size, length
+  ):
     found = run(target, jnp.asarray(answers.tokens[rows, :size]))
     features[rows, :size], hidden[rows, :size] = found
     progress(fresh * length)
@@ -108,7 +104,6 @@ def compute_features(
 
 _ARRAYS = ("context_features", "last_hidden")
 _INDEX = "index.json"
-_LENGTH_GRID = 64
 
 
 def _origin(target, answers, tap_layers) -> str:

@@ -1,9 +1,13 @@
-"""Prompts cut from text files, as token windows.
+"""Prompts: token windows cut from text files, and files of user turns.
 
-Training prompts come from training files, evaluation prompts from held-out
-ones; a prompt never crosses the end of a file.
+Of text, training prompts come from training files, evaluation prompts from
+held-out ones; a prompt never crosses the end of a file. A file of turns has one
+JSON object a line, whose `turns` are a user's, in order; what the target reads
+of them is the matter of its chat template (`data.chat`).
 """
 
+import json
+import pathlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,3 +44,34 @@ def cut_prompts(
   return np.stack(
     [streams[i][start : start + length] for i, start in places[picks]]
   ).astype(np.int32)
+
+
+def read_turns(path: pathlib.Path | str) -> list[list[str]]:
+  """The user turns of each line of a JSONL file.
+
+  Raises:
+    ValueError: naming file and line: no such file, no JSON, no `turns`, or an
+      empty file.
+  """
+  try:
+    # Not splitlines: texts may hold the other separators of Unicode.
+    lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
+  except (OSError, UnicodeDecodeError) as error:
+    raise ValueError(f"{path}: cannot be read ({error})") from None
+  conversations = []
+  for number, line in enumerate(lines, start=1):
+    if not line.strip():
+      continue
+    try:
+      turns = json.loads(line)["turns"]
+    except (ValueError, KeyError, TypeError) as error:
+      raise ValueError(
+        f"{path}: line {number}: no JSON object with `turns` ({error!r})"
+      ) from None
+    is_list = isinstance(turns, list) and bool(turns)
+    if not is_list or not all(isinstance(turn, str) for turn in turns):
+      raise ValueError(f"{path}: line {number}: turns={turns!r} are no texts")
+    conversations.append(turns)
+  if not conversations:
+    raise ValueError(f"{path}: no prompt in it")
+  return conversations

@@ -115,6 +115,7 @@ def propose(
   sampling_cfg: configs.SamplingConfig,
   kind: str,
   keys: jax.Array,
+  forced: Int[Array, "b m"] | None = None,
 ) -> contract.Proposal:
   """Candidates, transition cache, walk.
 
@@ -135,10 +136,12 @@ def propose(
     sampling_cfg: temperature, top-k and top-p of the request.
     kind: "greedy" or one of `KINDS`.
     keys: [B].
+    forced: as in `contract.Drafter.propose`.
   """
   if kind == "base":
     q = sampling.probabilities(logits, sampling_cfg)
-    return contract.Proposal(tokens=sampling.draw(keys, q), probs=q)
+    tokens = sampling.draw(keys, q) if forced is None else forced
+    return contract.Proposal(tokens=tokens, probs=q)
   _, ids = top_candidates(logits, top_k)
   if kind == "greedy":
     scores = scores_of(predecessor_ids(anchor_tokens, ids), ids)
@@ -154,8 +157,13 @@ def propose(
     outside_mass = jnp.sum(outside, axis=-1)
     extra = sampling.draw(outside_keys, outside)
     choices = jnp.concatenate([ids, extra[..., None]], axis=-1)
-  scores = scores_of(predecessor_ids(anchor_tokens, choices), ids)
-  scores = scores / sampling_cfg.temperature
+  if forced is None:
+    predecessors = predecessor_ids(anchor_tokens, choices)
+  else:
+    # One row of the table: the token before is known.
+    before = jnp.concatenate([anchor_tokens[:, None], forced[:, :-1]], axis=1)
+    predecessors = before[..., None]
+  scores = scores_of(predecessors, ids) / sampling_cfg.temperature
   # What top-k or top-p removed from the full distribution stays removed.
   scores = jnp.where(inside[:, :, None] > 0, scores, -jnp.inf)
   log_law = jax.nn.log_softmax(scores)
@@ -166,8 +174,11 @@ def propose(
       jnp.log(outside_mass)[:, :, None, None], (*log_law.shape[:-1], 1)
     )
     log_law = jnp.concatenate([log_law, leave], axis=-1)
-  noise = sampling.gumbel(walk_keys, choices.shape[1:])
-  tokens, law = sampled_walk(log_law, choices, noise)
+  if forced is None:
+    noise = sampling.gumbel(walk_keys, choices.shape[1:])
+    tokens, law = sampled_walk(log_law, choices, noise)
+  else:
+    tokens, law = forced, log_law[:, :, 0]
   others = base if kind == "full_support" else jnp.zeros_like(base)
   on_candidates = jnp.exp(law[..., :top_k])
   probs = with_candidates(others, ids, on_candidates)

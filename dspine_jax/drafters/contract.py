@@ -224,8 +224,10 @@ class Drafter(NamedTuple):
     loss: (params, buffers, tables, output, supervision, *, cfg, window,
       chunk_size) -> (scalar, LossReport).
     propose: (params, buffers, tables, output, anchor_tokens [B], *, cfg,
-      sampling_cfg, kind, keys [B]) -> Proposal, for one block a row; `kind` is
-      "greedy" or one of `proposal_kinds`.
+      sampling_cfg, kind, keys [B], forced) -> Proposal, for one block a row;
+      `kind` is "greedy" or one of `proposal_kinds`. `forced` [B, M], with one
+      of the latter, are tokens to take instead of drawing: `probs` is then the
+      law of each given those before it.
     proposal_kinds: names that `propose` takes as `kind` at T > 0.
     entries: (cfg) -> released tensor names of {"params", "buffers"}, see
       `checkpoints.names`.

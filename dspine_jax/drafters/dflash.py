@@ -108,6 +108,7 @@ def propose(
   sampling_cfg: configs.SamplingConfig,
   kind: str,
   keys: jax.Array,
+  forced: jax.Array | None = None,
 ) -> contract.Proposal:
   """Independent tokens from the block's logits: argmax, or sampled."""
   del params, buffers, anchor_tokens
@@ -115,7 +116,8 @@ def propose(
   if kind == "greedy":
     return contract.Proposal(tokens=sampling.argmax(logits))
   q = sampling.probabilities(logits, sampling_cfg)
-  return contract.Proposal(tokens=sampling.draw(keys, q), probs=q)
+  tokens = sampling.draw(keys, q) if forced is None else forced
+  return contract.Proposal(tokens=tokens, probs=q)
 
 
 DRAFTER = contract.Drafter(

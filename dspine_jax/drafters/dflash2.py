@@ -226,6 +226,7 @@ def propose(
   sampling_cfg: configs.SamplingConfig,
   kind: str,
   keys: jax.Array,
+  forced: jax.Array | None = None,
 ) -> contract.Proposal:
   """Candidates, pair scores, walk; kinds as in `candidates.propose`."""
   del buffers
@@ -245,6 +246,7 @@ def propose(
     sampling_cfg=sampling_cfg,
     kind=kind,
     keys=keys,
+    forced=forced,
   )
 
 

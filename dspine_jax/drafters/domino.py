@@ -187,6 +187,7 @@ def propose(
   sampling_cfg: configs.SamplingConfig,
   kind: str,
   keys: jax.Array,
+  forced: jax.Array | None = None,
 ) -> contract.Proposal:
   """One token after the other: GRU step, low-rank correction, choice.
 
@@ -220,6 +221,7 @@ def propose(
     sampling_cfg=sampling_cfg,
     kind=kind,
     keys=keys,
+    forced=forced,
   )
   return proposal
 

@@ -250,6 +250,7 @@ def propose(
   sampling_cfg: configs.SamplingConfig,
   kind: str,
   keys: jax.Array,
+  forced: jax.Array | None = None,
 ) -> contract.Proposal:
   """One token after the other, up to the confidence threshold if there is one.
 
@@ -265,6 +266,7 @@ def propose(
     sampling_cfg=sampling_cfg,
     kind=kind,
     keys=keys,
+    forced=forced,
   )
   threshold = options_of(cfg).confidence_threshold
   if threshold > 0:
@@ -284,6 +286,7 @@ def walk(
   sampling_cfg: configs.SamplingConfig,
   kind: str,
   keys: jax.Array,
+  forced: jax.Array | None = None,
 ) -> tuple[contract.Proposal, PyTree]:
   """All proposals, and their confidence logits [B, M] (None without a head)."""
   options, head = options_of(cfg), params["markov"]
@@ -311,6 +314,7 @@ def walk(
     sampling_cfg=sampling_cfg,
     kind=kind,
     keys=keys,
+    forced=forced,
   )
 
 

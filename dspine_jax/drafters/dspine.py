@@ -374,6 +374,7 @@ def propose(
   sampling_cfg: configs.SamplingConfig,
   kind: str,
   keys: jax.Array,
+  forced: jax.Array | None = None,
 ) -> contract.Proposal:
   """Candidates, transition cache, walk; kinds as in `candidates.propose`.
 
@@ -413,6 +414,7 @@ def propose(
     sampling_cfg=sampling_cfg,
     kind=kind,
     keys=keys,
+    forced=forced,
   )
 
 

@@ -31,6 +31,7 @@ def walk(
   sampling_cfg: configs.SamplingConfig,
   kind: str,
   keys: jax.Array,
+  forced: Int[Array, "b m"] | None = None,
 ) -> tuple[contract.Proposal, PyTree]:
   """Chooses token after token, each from the logits given the one before.
 
@@ -42,6 +43,7 @@ def walk(
     sampling_cfg: temperature, top-k and top-p of the request.
     kind: "greedy" takes the argmax; anything else samples.
     keys: [B].
+    forced: as in `contract.Drafter.propose`.
 
   Returns:
     The proposal, whose `probs` are the laws that the tokens were drawn from
@@ -50,19 +52,19 @@ def walk(
 
   def one_slot(carry, at_slot):
     state, tokens = carry
-    slot, inputs = at_slot
+    slot, inputs, known = at_slot
     state, logits, extra = step(state, tokens, inputs)
     if kind == "greedy":
       tokens, q = sampling.argmax(logits), None
     else:
       q = sampling.probabilities(logits, sampling_cfg)
       slot_keys = jax.vmap(lambda key: jax.random.fold_in(key, slot))(keys)
-      tokens = sampling.draw(slot_keys, q)
+      tokens = sampling.draw(slot_keys, q) if known is None else known
     return (state, tokens), (tokens, q, extra)
 
-  by_slot = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), inputs)
+  by_slot = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (inputs, forced))
   count = jax.tree.leaves(by_slot)[0].shape[0]
   start = (state, anchor_tokens.astype(jnp.int32))
-  _, found = lax.scan(one_slot, start, (jnp.arange(count), by_slot))
+  _, found = lax.scan(one_slot, start, (jnp.arange(count), *by_slot))
   tokens, q, extras = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), found)
   return contract.Proposal(tokens=tokens, probs=q), extras

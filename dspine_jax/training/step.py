@@ -83,6 +83,30 @@ def draw(
   return Draws(positions, keep, replace)
 
 
+def run_blocks(
+  params: Params,
+  buffers: PyTree,
+  tables: contract.TargetTables,
+  batch: anchors.TrainBatch,
+  draws: Draws,
+  *,
+  cfg: configs.DrafterConfig,
+) -> contract.DrafterOutput:
+  """The drafter's pass over all drawn blocks of a batch."""
+  length = batch.tokens.shape[1]
+  positions = jnp.broadcast_to(jnp.arange(length)[None], batch.tokens.shape)
+  inputs = contract.BlockInputs(
+    anchors=draws.anchors,
+    keep=draws.keep,
+    tokens=anchors.block_tokens(batch.tokens, draws.anchors, cfg.block_size),
+    context=backbone.context_kv(
+      params["backbone"], batch.context_features, positions, cfg=cfg
+    ),
+    replaced=draws.replace,
+  )
+  return methods.drafter(cfg).forward(params, buffers, tables, inputs, cfg=cfg)
+
+
 def micro_loss(
   params: Params,
   buffers: PyTree,
@@ -96,20 +120,8 @@ def micro_loss(
   chunk_size: int,
 ) -> tuple[jax.Array, contract.LossReport]:
   """Forward pass and objective of one micro-batch."""
-  method = methods.drafter(cfg)
-  length = batch.tokens.shape[1]
-  positions = jnp.broadcast_to(jnp.arange(length)[None], batch.tokens.shape)
-  inputs = contract.BlockInputs(
-    anchors=draws.anchors,
-    keep=draws.keep,
-    tokens=anchors.block_tokens(batch.tokens, draws.anchors, cfg.block_size),
-    context=backbone.context_kv(
-      params["backbone"], batch.context_features, positions, cfg=cfg
-    ),
-    replaced=draws.replace,
-  )
-  output = method.forward(params, buffers, tables, inputs, cfg=cfg)
-  return method.loss(
+  output = run_blocks(params, buffers, tables, batch, draws, cfg=cfg)
+  return methods.drafter(cfg).loss(
     params,
     buffers,
     tables,

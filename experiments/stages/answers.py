@@ -1,7 +1,9 @@
-"""Lets a target answer prompts cut from text files; finished parts are kept."""
+"""Lets a target answer prompts of text files or of users; parts are kept."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from dspine_jax import configs
 from dspine_jax.data import answers as answers_lib
@@ -50,48 +52,231 @@ def answer_parts(
   batch_size: int,
   seed: int,
 ) -> dict[str, answers_lib.AnswerSet]:
-  """Answers of all parts, read back where they are already there.
+  """Continuations of text, read back where they are already there.
 
   Returns:
     "train_t<T>" for each temperature and "held_out" (temperature 0, whose
     answers also are the autoregressive reference of the evaluation).
   """
-  parts = {}
-  for index, temperature in enumerate(temperatures):
-    parts[f"train_t{temperature:g}"] = (
-      text.train,
-      train_prompts,
-      temperature,
-      seed + 100 * (index + 1),
-    )
-  parts["held_out"] = (text.held_out, eval_prompts, 0.0, seed)
-  sets = {}
-  for name, (files, count, temperature, part_seed) in parts.items():
-    path = folder / f"{name}.npz"
-    if path.exists():
-      sets[name] = answers_lib.load(path)
-      continue
+
+  def windows(files, count, part_seed):
     streams = corpus.encode_files(target.tokenizer, files)
-    cut = prompts.cut_prompts(
+    return prompts.cut_prompts(
       streams, length=prompt_tokens, count=count, seed=part_seed
     )
-    decode = configs.DecodeConfig(
+
+  def part(name, files, count, temperature, part_seed):
+    def make():
+      sampling = configs.SamplingConfig(temperature=temperature)
+      answer = _Answerer(
+        target, sampling, new_tokens, batch_size, part_seed, name, count
+      )
+      return answer(windows(files, count, part_seed))
+
+    return kept(folder / f"{name}.npz", make)
+
+  sets = {}
+  for index, temperature in enumerate(temperatures):
+    name, own = f"train_t{temperature:g}", seed + 100 * (index + 1)
+    sets[name] = part(name, text.train, train_prompts, temperature, own)
+  sets["held_out"] = part("held_out", text.held_out, eval_prompts, 0.0, seed)
+  return sets
+
+
+TRAIN_FILE = "train.jsonl"
+
+
+def read_conversations(
+  folder: str,
+) -> tuple[list[list[str]], dict[str, list[list[str]]]]:
+  """User turns of a folder: train.jsonl, and every other file by its name.
+
+  Raises:
+    ValueError: no such folder, no train.jsonl or no other file in it, or what
+      `prompts.read_turns` refuses.
+  """
+  paths = sorted(pathlib.Path(folder).glob("*.jsonl"))
+  by_name = {path.name: path for path in paths}
+  if TRAIN_FILE not in by_name or len(paths) < 2:
+    raise ValueError(
+      f"--prompts={folder}: {TRAIN_FILE} and a file to evaluate on are needed"
+    )
+  train = prompts.read_turns(by_name.pop(TRAIN_FILE))
+  return train, {
+    path.stem: prompts.read_turns(path) for path in by_name.values()
+  }
+
+
+def chat_parts(
+  target: targets.NamedTarget,
+  conversations: tuple[list[list[str]], dict[str, list[list[str]]]],
+  folder: pathlib.Path,
+  *,
+  train_prompts: int,
+  eval_prompts: int,
+  prompt_tokens: int,
+  new_tokens: int,
+  temperatures: list[float],
+  batch_size: int,
+  seed: int,
+) -> dict[str, answers_lib.AnswerSet]:
+  """Answers to users, every turn in order, read back where they are there.
+
+  Training conversations come in an order drawn with the seed, and end before a
+  prompt of more than `prompt_tokens`. Benchmarks are answered at temperature 0.
+
+  Returns:
+    "train_t<T>" for each temperature, and one set for each benchmark.
+  """
+  train, benchmarks = conversations
+  order = np.random.default_rng(seed).permutation(len(train))
+  chosen = [train[i] for i in order[:train_prompts]]
+  most = target.model.cfg.max_positions - new_tokens
+
+  def part(name, turns, temperature, longest, part_seed):
+    def make():
+      total = sum(map(len, turns))
+      sampling = configs.SamplingConfig(temperature=temperature)
+      answer = _Answerer(
+        target, sampling, new_tokens, batch_size, part_seed, name, total
+      )
+      return answer_turns(target, turns, answer, longest)
+
+    return kept(folder / f"{name}.npz", make)
+
+  sets = {}
+  for index, temperature in enumerate(temperatures):
+    name, own = f"train_t{temperature:g}", seed + 100 * (index + 1)
+    sets[name] = part(name, chosen, temperature, prompt_tokens, own)
+  for name, turns in benchmarks.items():
+    sets[name] = part(name, turns[:eval_prompts], 0.0, most, seed)
+  return sets
+
+
+def answer_turns(
+  target: targets.NamedTarget,
+  conversations: Sequence[Sequence[str]],
+  answer: Callable[[list[np.ndarray]], answers_lib.AnswerSet],
+  longest: int,
+) -> answers_lib.AnswerSet:
+  """Every turn of every conversation, after the target's answers before it.
+
+  Args:
+    target: whose chat template and tokenizer are used.
+    conversations: user turns.
+    answer: prompts -> answers.
+    longest: tokens of a prompt; a conversation ends before a longer one.
+
+  Raises:
+    ValueError: the target has no chat template, or every prompt is too long.
+  """
+  histories: list[list[dict[str, str]]] = [[] for _ in conversations]
+  going = list(range(len(conversations)))
+  rounds = []
+  for turn in range(max(map(len, conversations))):
+    asked, encoded = [], []
+    for index in going:
+      if turn >= len(conversations[index]):
+        continue
+      said = {"role": "user", "content": conversations[index][turn]}
+      histories[index].append(said)
+      tokens = targets.encode_chat(target, histories[index])
+      if len(tokens) <= longest:
+        asked.append(index)
+        encoded.append(tokens)
+    going = asked
+    if not encoded:
+      break
+    made = answer(encoded)
+    rounds.append(made)
+    spans = zip(made.tokens, made.prompt_lengths, made.lengths, strict=True)
+    for index, (row, start, end) in zip(asked, spans, strict=True):
+      reply = target.tokenizer.decode(row[start:end].tolist())
+      histories[index].append({"role": "assistant", "content": reply})
+  if not rounds:
+    raise ValueError(f"every prompt is longer than {longest} tokens")
+  return answers_lib.join(rounds)
+
+
+def sampled(
+  target: targets.NamedTarget,
+  prompts: answers_lib.AnswerSet,
+  sampling: configs.SamplingConfig,
+  path: pathlib.Path | None,
+  *,
+  seed: int,
+) -> answers_lib.AnswerSet:
+  """The same prompts, answered with other sampling; kept at `path` if given.
+
+  At temperature 0 the set itself, whose answers are greedy.
+  """
+  if sampling.temperature == 0:
+    return prompts
+  rows = zip(prompts.tokens, prompts.prompt_lengths, strict=True)
+
+  def make():
+    answer = _Answerer(
+      target,
+      sampling,
+      prompts.new_tokens,
+      64,
+      seed,
+      f"answers T={sampling.temperature:g}",
+      len(prompts.lengths),
+    )
+    return answer([row[:length] for row, length in rows])
+
+  if path is None:
+    return make()
+  path.parent.mkdir(parents=True, exist_ok=True)
+  return kept(path, make)
+
+
+class _Answerer:
+  """Answers prompts in one way, with progress over several calls."""
+
+  def __init__(
+    self,
+    target: targets.NamedTarget,
+    sampling: configs.SamplingConfig,
+    new_tokens: int,
+    batch_size: int,
+    seed: int,
+    label: str,
+    count: int,
+  ):
+    self._target, self._batch_size, self._seed = target, batch_size, seed
+    self._progress = run_io.Progress(count * new_tokens, label, "tokens")
+    self._decode = configs.DecodeConfig(
       max_new_tokens=new_tokens,
       stop_tokens=target.model.cfg.eos_token_ids,
-      sampling=configs.SamplingConfig(temperature=temperature),
-      rule="greedy" if temperature == 0 else "rejection",
+      sampling=sampling,
+      rule="greedy" if sampling.temperature == 0 else "rejection",
     )
-    with run_io.Progress(count * new_tokens, name, "tokens") as progress:
-      sets[name] = answers_lib.regenerate(
-        target.model,
-        cut,
-        decode=decode,
-        seed=part_seed,
-        batch_size=batch_size,
-        progress=progress.update,
-      )
-    answers_lib.save(path, sets[name])
-  return sets
+
+  def __call__(self, encoded) -> answers_lib.AnswerSet:
+    made = answers_lib.regenerate(
+      self._target.model,
+      encoded,
+      decode=self._decode,
+      seed=self._seed,
+      batch_size=self._batch_size,
+      progress=self._progress.update,
+    )
+    # Every call has its own draws.
+    self._seed += 1
+    return made
+
+
+def kept(
+  path: pathlib.Path, make: Callable[[], answers_lib.AnswerSet]
+) -> answers_lib.AnswerSet:
+  """The set at `path`, made and saved if it is not there."""
+  if path.exists():
+    return answers_lib.load(path)
+  answers = make()
+  answers_lib.save(path, answers)
+  return answers
 
 
 def describe(answers: answers_lib.AnswerSet) -> dict[str, float]:

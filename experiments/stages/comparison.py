@@ -20,7 +20,7 @@ from dspine_jax.data import answers as answers_lib
 from dspine_jax.data import features as features_lib
 from dspine_jax.decoding import generate, metrics
 from experiments import run_io, targets
-from experiments.stages import evaluation, training
+from experiments.stages import evaluation, proxy, training
 
 GROUPS = ("all", "non_looping", "looping")
 
@@ -205,6 +205,30 @@ def decode_cell(
     path.parent.mkdir(parents=True, exist_ok=True)
     run_io.write_json(path, report)
   return hf_config.read_json(path)
+
+
+def proxy_cell(
+  path: pathlib.Path,
+  target: targets.NamedTarget,
+  drafter: generate.DrafterModel,
+  data: Callable[[], features_lib.FeatureSet],
+  decode: configs.DecodeConfig,
+  *,
+  seed: int,
+) -> float:
+  """The teacher-forced proxy, kept like a report; see `proxy`."""
+  if not path.exists():
+    found = proxy.expected_advancement(
+      target.model,
+      drafter,
+      data(),
+      decode,
+      seed=seed,
+      label=f"proxy {path.stem}",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run_io.write_json(path, {"expected_advancement": found})
+  return hf_config.read_json(path)["expected_advancement"]
 
 
 def parameter_counts(drafter: generate.DrafterModel) -> dict[str, int]:

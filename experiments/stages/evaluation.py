@@ -60,7 +60,7 @@ def decode_prompts(
 ) -> Decoded:
   """Speculative decoding of the prompts of an answer set, with progress."""
   count = len(prompts.lengths)
-  size = int(prompts.prompt_lengths.max())
+  most = int(prompts.prompt_lengths.max())
   tokens = np.zeros((count, decode.max_new_tokens), np.int32)
   num_tokens = np.zeros((count,), np.int32)
   rounds: list[list[int]] = [[] for _ in range(count)]
@@ -68,7 +68,9 @@ def decode_prompts(
   root = jax.random.key(seed)
   total = count * decode.max_new_tokens
   with run_io.Progress(total, label, "tokens") as progress:
-    for rows, fresh in answers_lib.batches(count, batch_size):
+    for rows, fresh, size in answers_lib.batches_by_length(
+      prompts.prompt_lengths, batch_size, most
+    ):
       keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.asarray(rows))
       out = generate.generate(
         target,

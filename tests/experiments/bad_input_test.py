@@ -28,7 +28,10 @@ def good(tiny, script, work_dir):
     "benchmark_training": {"preset": "tiny", "repeats": 1},
     "benchmark_decode": named | drafter | answers,
     "generate": named | drafter | {"prompt": "import os"},
-    "compare_seeds": named | answers | STEPS,
+    "compare_drafters": named
+    | answers
+    | STEPS
+    | {"methods": ["dflash"], "transfer_rank": 16, "speed_batches": ""},
     "quickstart": named | text | STEPS,
   }
   flags = flags[script]
@@ -47,7 +50,7 @@ def fail(tiny, script, work_dir, **changes):
 
 WITH_TARGET = [
   *("make_answers", "train_drafter", "evaluate_drafter", "benchmark_decode"),
-  *("compare_seeds", "generate", "quickstart"),
+  *("compare_drafters", "generate", "quickstart"),
 ]
 WITH_CORPUS = ["train_target", "make_answers", "quickstart"]
 WITH_DRAFTER = ["evaluate_drafter", "benchmark_decode", "generate"]
@@ -144,7 +147,7 @@ def test_a_part_that_the_answers_do_not_have_is_named(tiny, tmp_path):
   for script in ("evaluate_drafter", "benchmark_decode"):
     error = fail(tiny, script, run, answers=tmp_path)
     assert error == f"--answers={tmp_path}: no part held_out.npz there"
-  error = fail(tiny, "compare_seeds", run, answers=tmp_path)
+  error = fail(tiny, "compare_drafters", run, answers=tmp_path)
   assert error == f"--answers={tmp_path}: no part train_t0.npz there"
   error = fail(tiny, "benchmark_decode", run, answers=None)
   assert "--answers" in error and "--preset" in error
@@ -194,6 +197,27 @@ def test_a_work_dir_must_be_named(tiny, script):
 
 
 # Prompts.
+
+
+def test_a_folder_of_turns_is_told_by_file_and_line(tiny, tmp_path):
+  folder = tmp_path / "prompts"
+  folder.mkdir()
+  run = tmp_path / "run"
+  options = {"prompts": folder, "corpus": None}
+  error = fail(tiny, "make_answers", run, **options)
+  assert error.startswith(f"--prompts={folder}: train.jsonl and a file")
+  (folder / "train.jsonl").write_text('{"turns": ["hello"]}\n')
+  for text, place in (("", "no prompt in it"), ("{}\n", "line 1")):
+    (folder / "one.jsonl").write_text(text)
+    error = fail(tiny, "make_answers", run, **options)
+    assert error.startswith(f"{folder / 'one.jsonl'}") and place in error
+  (folder / "one.jsonl").write_text('{"turns": ["a"]}\n{"turns": [1]}\n')
+  assert "line 2: turns=[1]" in fail(tiny, "make_answers", run, **options)
+  (folder / "one.jsonl").write_text('{"turns": ["hello"]}\n')
+  error = fail(tiny, "make_answers", run, **options)
+  assert error == f"target {tiny.target}: no chat template"
+  both = {"prompts": folder}
+  assert "not with --corpus" in fail(tiny, "make_answers", run, **both)
 
 
 def test_generate_needs_a_prompt_that_fits(tiny):
@@ -250,9 +274,11 @@ IMPOSSIBLE = [
   ("evaluate_drafter", {"sampling_top_p": 0}, "top_p=0.0"),
   ("evaluate_drafter", {"sampling_top_k": -1}, "top_k=-1"),
   ("evaluate_drafter", {"batch_size": 0}, "batch_size"),
-  ("compare_seeds", {"seeds": ["0", "x"]}, "--seeds=0,x"),
-  ("compare_seeds", {"temperatures": ["1"]}, "--temperatures: 0 is needed"),
-  ("compare_seeds", {"block_size": 1}, "block_size=1"),
+  ("compare_drafters", {"seeds": ["0", "x"]}, "--seeds=0,x"),
+  ("compare_drafters", {"methods": ["dflash3"]}, "--methods=dflash3"),
+  ("compare_drafters", {"speed_batches": [0]}, "--speed_batches=0"),
+  ("compare_drafters", {"benchmarks": ["gsm8k"]}, "no part gsm8k.npz"),
+  ("compare_drafters", {"block_size": 1}, "block_size=1"),
   ("benchmark_training", {"methods": ["medusa"]}, "--methods=['medusa']"),
   ("benchmark_training", {"preset": "huge"}, "preset"),
   ("benchmark_training", {"repeats": 0}, "repeats"),

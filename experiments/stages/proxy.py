@@ -1,0 +1,87 @@
+"""The teacher-forced proxy of a drafter beside what decoding measured.
+
+At temperature 0 a slot is kept if it is right, above it with the overlap of
+both laws (`training.overlap`); both are averaged over blocks that begin at
+random places of the target's own held-out answers.
+"""
+
+import jax
+import numpy as np
+
+from dspine_jax import configs
+from dspine_jax.data import answers as answers_lib
+from dspine_jax.data import features as features_lib
+from dspine_jax.decoding import generate
+from dspine_jax.decoding import round as round_lib
+from dspine_jax.training import overlap
+from dspine_jax.training import step as step_lib
+from experiments import run_io
+
+_ANCHORS = 8
+_ROWS = 8
+
+
+def expected_advancement(
+  target: generate.TargetModel,
+  drafter: generate.DrafterModel,
+  data: features_lib.FeatureSet,
+  decode: configs.DecodeConfig,
+  *,
+  seed: int,
+  label: str,
+) -> float:
+  """The proxy, with progress.
+
+  Args:
+    target: whose answers they are.
+    drafter: what is measured.
+    data: answers drawn as `decode` says, with features.
+    decode: temperature, and how the draft is drawn above 0.
+    seed: of the places of the blocks.
+    label: of the progress line.
+  """
+  measure = _hits if decode.sampling.temperature == 0 else _overlaps
+  run = measure(target, drafter, decode)
+  count, totals = len(data.answers.lengths), []
+  with run_io.Progress(count, label, "answers") as progress:
+    for rows, fresh in answers_lib.batches(count, _ROWS):
+      key = jax.random.fold_in(jax.random.key(seed), int(rows[0]))
+      totals.append(jax.device_get(run(data.batch(rows), key)))
+      progress.update(fresh)
+  kept, slots = np.sum(totals, axis=0)
+  return float(1 + np.sum(kept / np.maximum(slots, 1)))
+
+
+def _hits(target, drafter, decode):
+  """Blocks that are right up to each slot, and blocks that reach it."""
+  del decode
+  train_cfg = configs.TrainConfig(
+    optimizer=configs.OptimizerConfig(total_steps=1), num_anchors=_ANCHORS
+  )
+  step = step_lib.make_eval_step(drafter.cfg, train_cfg)
+
+  def run(batch, key):
+    report = step(drafter.params, drafter.buffers, target.tables, batch, key)
+    return report.prefix_hits, report.supervised
+
+  return run
+
+
+def _overlaps(target, drafter, decode):
+  """The same with the shared mass of both laws in place of right and wrong."""
+  kind = round_lib.proposal_kind(drafter.cfg, decode)
+
+  @jax.jit
+  def measure(target, drafter, batch, key):
+    found = overlap.overlaps(
+      target,
+      drafter,
+      batch,
+      key,
+      num_anchors=_ANCHORS,
+      sampling_cfg=decode.sampling,
+      kind=kind,
+    )
+    return overlap.kept(*found)
+
+  return lambda batch, key: measure(target, drafter, batch, key)
