@@ -227,6 +227,13 @@ class DrafterConfig:
         "transfer_rank", self.dspine.transfer_rank, "hidden_size"
       )
       self._check_at_most("top_k", self.dspine.top_k, "vocab_size")
+      supervision = self.dspine.layer_supervision
+      _require(
+        supervision != "token_ce" or self.num_layers > 1,
+        "layer_supervision",
+        supervision,
+        f"has no layer below the last one (num_layers={self.num_layers})",
+      )
     if self.dflash2 is not None:
       self._check_at_most(
         "selector_top_k", self.dflash2.selector_top_k, "vocab_size"

@@ -7,7 +7,9 @@ label convention is not an option: it is in `configs.CONVENTIONS`.
 
 import dataclasses
 
+LAYER_SUPERVISIONS = ("code_cosine", "token_ce")
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+READOUT_INITS = ("principal", "whitened")
 
 
 def require(condition: bool, name: str, value: object, why: str) -> None:
@@ -34,9 +36,17 @@ def _require_share(options: object, *names: str) -> None:
     require(0 <= value <= 1, name, value, "must lie between 0 and 1")
 
 
+def _require_one_of(options: object, name: str, known: tuple) -> None:
+  value = getattr(options, name)
+  require(value in known, name, value, f"not in {known}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSpineOptions:
   """What DSpine adds to the causal backbone (`dspine_config` in config.json).
+
+  The defaults are the published method; `injects`, `refines`,
+  `layer_supervision` and `readout_init` take parts of it away or replace them.
 
   Attributes:
     transfer_rank: R, width of the whitened token codes.
@@ -52,6 +62,13 @@ class DSpineOptions:
     replacement_end_ratio: share of training after which rho is 0.
     candidate_mass_threshold: least teacher mass on the candidates for the L1
       part of the refinement.
+    injects: whether layers write into their successors. The last layer's write
+      is the refinement's all the same.
+    refines: whether the final refinement is trained and selects the draft;
+      without it the base logits alone are drafted from.
+    layer_supervision: what `alignment_weight` weighs, see
+      `drafters.layer_supervision`.
+    readout_init: where readouts start, see `transfer_space.READOUTS`.
   """
 
   transfer_rank: int = 1024
@@ -65,6 +82,10 @@ class DSpineOptions:
   replacement_hold_ratio: float = 1 / 6
   replacement_end_ratio: float = 1 / 3
   candidate_mass_threshold: float = 1e-4
+  injects: bool = True
+  refines: bool = True
+  layer_supervision: str = "code_cosine"
+  readout_init: str = "principal"
 
   def __post_init__(self):
     _require_positive(self, "transfer_rank", "message_size", "top_k")
@@ -75,7 +96,9 @@ class DSpineOptions:
       self.replacement_hold_ratio,
       f"needs 0 <= hold <= end={self.replacement_end_ratio} <= 1",
     )
-    _require_not_negative(self, "replacement_layers")
+    _require_not_negative(self, "replacement_layers", "alignment_weight")
+    _require_one_of(self, "layer_supervision", LAYER_SUPERVISIONS)
+    _require_one_of(self, "readout_init", READOUT_INITS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,12 +188,7 @@ class DSparkOptions:
 
   def __post_init__(self):
     _require_positive(self, "markov_rank")
-    require(
-      self.markov_head_type in MARKOV_HEADS,
-      "markov_head_type",
-      self.markov_head_type,
-      f"not in {MARKOV_HEADS}",
-    )
+    _require_one_of(self, "markov_head_type", MARKOV_HEADS)
     _require_not_negative(
       self, "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha"
     )

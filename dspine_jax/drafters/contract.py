@@ -64,7 +64,8 @@ class DrafterOutput:
     hidden: [B, N, K, D], after the drafter's final norm.
     pre_injection: [B, N, K, D], last layer before its write (DSpine), or None.
     layer_features: [L, B, N, K, R] or tuple of [B, N, K, R], features of the
-      post-write states (DSpine), or None.
+      post-write states (DSpine), or what else of them `layer_supervision`
+      reads, or None.
   """
 
   hidden: BlockHidden

@@ -3,8 +3,11 @@
 The causal backbone with an adjacent injection after every layer, a final
 refinement with the actual predecessor token, the transition cache that scores
 all adjacent pairs of candidates at once, and the walk that reads it off. The
-objective is in `loss`; section numbers refer to the method's description.
+objective is in `loss`; section numbers refer to the method's description. What
+an ablation leaves out of it is in `DSpineOptions`.
 """
+
+import dataclasses
 
 import jax
 from jax import numpy as jnp
@@ -17,6 +20,7 @@ from dspine_jax.drafters import (
   contract,
   dflash,
   injection,
+  layer_supervision,
   transfer_space,
 )
 from dspine_jax.drafters import candidates as candidates_lib
@@ -35,15 +39,20 @@ def options_of(cfg: configs.DrafterConfig) -> configs.DSpineOptions:
 def init(
   key: Key, cfg: configs.DrafterConfig, tables: contract.TargetTables
 ) -> Params:
-  """Backbone (equal to DFlash's for the same key) and zero-write injections."""
+  """Backbone (equal to DFlash's for the same key) and zero-write injections.
+
+  Parameters that the options leave unread are there all the same, with zero
+  gradients: a checkpoint has the same tensors whatever they are.
+  """
   options = options_of(cfg)
   space = transfer_space.transfer_space(tables.head, options.transfer_rank)
+  directions = transfer_space.READOUTS[options.readout_init](space)
   return {
     "backbone": backbone.init(key, cfg),
     "injection": injection.init(
       jax.random.fold_in(key, 1),
       cfg.num_layers,
-      jnp.asarray(space.directions),
+      jnp.asarray(directions),
       options.message_size,
     ),
   }
@@ -73,7 +82,7 @@ def forward(
   `replacement_layers` layers (section 7).
   """
   core, inject = params["backbone"], params["injection"]
-  replacement_layers = options_of(cfg).replacement_layers
+  options = options_of(cfg)
   codes = jax.lax.stop_gradient(buffers["transfer_codes"])
   block_codes = codes[inputs.tokens]
   replaced = inputs.replaced
@@ -84,11 +93,14 @@ def forward(
     injection.adjacent_injection, in_axes=(None, None, 0, 0, 0)
   )
   over_requests = jax.vmap(over_blocks, in_axes=(None, None, 0, 0, 0))
+  read = layer_supervision.of(options).read
 
   def after(layer, index, h):
-    here = replaced & (index < replacement_layers)
-    h_after = over_requests(inject["shared"], layer, h, block_codes, here)
-    return h_after, (h, injection.feature(layer, h_after))
+    h_after = h
+    if options.injects:
+      here = replaced & (index < options.replacement_layers)
+      h_after = over_requests(inject["shared"], layer, h, block_codes, here)
+    return h_after, (h, read(layer, h_after))
 
   variant = backbone.plain(core)._replace(
     layer_params=inject["layers"], after=after
@@ -221,14 +233,14 @@ def loss(
   window: contract.LossWindow,
   chunk_size: int,
 ) -> tuple[jax.Array, contract.LossReport]:
-  """L_base + L_ref + beta sg[mean CE] A (section 7).
+  """L_base + L_ref + the supervision of layers (section 7).
 
   The denominator of the loss is at least 1; the scale of the alignment term
-  divides by the plain sum of weights.
+  divides by the plain sum of weights. Without refinement there is no L_ref.
   """
   assert output.pre_injection is not None
   codes = jax.lax.stop_gradient(buffers["transfer_codes"])
-  first = cfg.first_slot
+  options, first = options_of(cfg), cfg.first_slot
   rows = {
     "hidden": output.hidden[:, :, first:],
     "pre_injection": output.pre_injection[:, :, first:],
@@ -241,41 +253,26 @@ def loss(
     "predecessor_codes": codes[supervision.predecessors],
   }
   rows, constants = jax.tree.map(dflash.flatten_blocks, (rows, constants))
-  terms = chunk_terms(options_of(cfg), cfg.rms_norm_eps)
+  terms = chunk_terms(options, cfg.rms_norm_eps)
   last = refinement_params(params)
   total, sums = losses.chunked_sum(
     terms, chunk_size, last, rows, tables.head, constants
   )
-  alignment = alignment_sum(output, supervision, codes, first)
-  scale = window.ce_scale
-  if scale is None:
-    scale = losses.safe_divide(sums["ce"], jnp.sum(supervision.weights))
-  scale = jax.lax.stop_gradient(scale) * window.scheduled_weight
-  value = (total + scale * alignment) / jnp.maximum(window.denominator, 1.0)
-  sums = sums | {"alignment": alignment}
-  return value, contract.loss_report(sums, supervision)
-
-
-def token_alignment(
-  output: contract.DrafterOutput,
-  labels: Int[Array, "b n p"],
-  codes: Float[Array, "v r"],
-  first_slot: int,
-) -> Float[Array, "b n p"]:
-  """Sum over layers of 1 - cos(post-write feature, label's code)."""
-  target = codes[labels]
-  total = jnp.zeros(labels.shape)
-  for features in output.layer_features:
-    features = features[:, :, first_slot:].astype(jnp.float32)
-    cosine = jnp.sum(features * target, axis=-1) * features.shape[-1] ** -0.5
-    total = total + 1.0 - cosine
-  return total
-
-
-def alignment_sum(output, supervision, codes, first_slot) -> jax.Array:
-  """Weighted sum of `token_alignment`."""
-  per_token = token_alignment(output, supervision.labels, codes, first_slot)
-  return jnp.sum(per_token * supervision.weights)
+  if window.ce_scale is None:
+    ce = losses.safe_divide(sums["ce"], jnp.sum(supervision.weights))
+    window = dataclasses.replace(window, ce_scale=ce)
+  of_layers, more = layer_supervision.of(options).loss(
+    params,
+    buffers,
+    tables,
+    output,
+    supervision,
+    cfg=cfg,
+    window=window,
+    chunk_size=chunk_size,
+  )
+  value = (total + of_layers) / jnp.maximum(window.denominator, 1.0)
+  return value, contract.loss_report(sums | more, supervision)
 
 
 def token_terms(
@@ -288,7 +285,8 @@ def token_terms(
 ) -> dict[str, jax.Array]:
   """Every per-slot term that needs vocabulary rows, each [blocks, P].
 
-  Keys: ce, l1, refinement, teacher_mass, covered, hit, base_hit.
+  Keys: ce, l1, covered, base_hit, hit; with refinement those of
+  `refinement_terms`.
   """
   labels = constants["labels"]
   logits = model.head_logits(head, rows["hidden"])
@@ -297,13 +295,41 @@ def token_terms(
   ids = candidates_lib.top_candidates(
     jax.lax.stop_gradient(logits), options.top_k
   )[1]
+  base_hit = ids[..., 0] == labels
+  terms = {
+    "ce": losses.cross_entropy(log_q, labels),
+    "l1": losses.l1_distance(jnp.exp(log_q), teacher),
+    "covered": jnp.any(ids == labels[..., None], axis=-1),
+    "base_hit": base_hit,
+    "hit": base_hit,
+  }
+  if not options.refines:
+    return terms
+  return terms | refinement_terms(
+    last, rows, head, constants, teacher, ids, options, eps
+  )
+
+
+def refinement_terms(
+  last: Params,
+  rows: PyTree,
+  head: Float[Array, "v d"],
+  constants: PyTree,
+  teacher: Float[Array, "n p v"],
+  ids: Int[Array, "n p c"],
+  options: configs.DSpineOptions,
+  eps: float,
+) -> dict[str, jax.Array]:
+  """Teacher-forced refinement on the candidates `ids`, each [blocks, P].
+
+  Keys: refinement, teacher_mass, hit.
+  """
   refined = refine(
     last, rows["pre_injection"], constants["predecessor_codes"], eps
   )
   scores = jnp.einsum("npd,npcd->npc", refined, head[ids])
   log_r = jax.nn.log_softmax(scores)
-  is_label = ids == labels[..., None]
-  covered = jnp.any(is_label, axis=-1)
+  is_label = ids == constants["labels"][..., None]
   # An uncovered label has no cross-entropy over the candidates.
   refined_ce = -jnp.sum(jnp.where(is_label, log_r, 0.0), axis=-1)
   on_candidates = jnp.take_along_axis(teacher, ids, axis=-1)
@@ -315,29 +341,23 @@ def token_terms(
   ce_share = options.ce_weight
   choice = jnp.argmax(scores, axis=-1)[..., None]
   return {
-    "ce": losses.cross_entropy(log_q, labels),
-    "l1": losses.l1_distance(jnp.exp(log_q), teacher),
     "refinement": ce_share * refined_ce + (1 - ce_share) * refined_l1,
     "teacher_mass": mass,
-    "covered": covered,
     "hit": jnp.take_along_axis(is_label, choice, axis=-1)[..., 0],
-    "base_hit": ids[..., 0] == labels,
   }
 
 
 def chunk_terms(options: configs.DSpineOptions, eps: float):
   """The chunk loss of `losses.chunked_sum`: L_base + L_ref, weighted."""
+  shares = {"ce": options.ce_weight, "l1": 1 - options.ce_weight}
+  if options.refines:
+    shares["refinement"] = 1.0
 
   def chunk_loss(last, rows, head, constants):
     terms = token_terms(last, rows, head, constants, options, eps)
     weights = constants["weights"]
-    sums = {
-      name: jnp.sum(terms[name] * weights)
-      for name in ("ce", "l1", "refinement")
-    }
-    ce_share = options.ce_weight
-    value = ce_share * sums["ce"] + (1 - ce_share) * sums["l1"]
-    value = value + sums["refinement"]
+    sums = {name: jnp.sum(terms[name] * weights) for name in shares}
+    value = sum(share * sums[name] for name, share in shares.items())
     return value, sums | contract.counts(terms, constants["valid"])
 
   return chunk_loss
@@ -356,8 +376,23 @@ def propose(
   keys: jax.Array,
   forced: jax.Array | None = None,
 ) -> contract.Proposal:
-  """Candidates, transition cache, walk; kinds as in `candidates.propose`."""
-  first = cfg.first_slot
+  """Candidates, transition cache, walk; kinds as in `candidates.propose`.
+
+  Without refinement there are no scores of pairs: the draft is DFlash's.
+  """
+  options, first = options_of(cfg), cfg.first_slot
+  if not options.refines:
+    return dflash.propose(
+      params,
+      buffers,
+      tables,
+      output,
+      anchor_tokens,
+      cfg=cfg,
+      sampling_cfg=sampling_cfg,
+      kind=kind,
+      keys=keys,
+    )
   logits = model.head_logits(tables.head, output.hidden[:, 0, first:])
   pre_injection, last = output.pre_injection, refinement_params(params)
   assert pre_injection is not None
@@ -373,7 +408,7 @@ def propose(
 
   return candidates_lib.propose(
     logits,
-    options_of(cfg).top_k,
+    options.top_k,
     scores_of,
     anchor_tokens,
     sampling_cfg=sampling_cfg,

@@ -31,7 +31,7 @@ def init(
   Args:
     key: for message and receiver gate.
     num_layers: L, one readout and one write each.
-    directions: [D, R], of the transfer space.
+    directions: [D, R], of the transfer space (`transfer_space.READOUTS`).
     message_size: Z.
 
   Returns:

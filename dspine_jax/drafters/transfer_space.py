@@ -2,7 +2,8 @@
 
 Row-normalised head rows are centred, projected on their leading principal
 directions, whitened and normalised. Codes are frozen; readouts start at the
-unwhitened directions and are trained. Computed once on the host in float64.
+directions, unwhitened as published or whitened like the codes, and are trained.
+Computed once on the host in float64.
 """
 
 from typing import NamedTuple
@@ -81,6 +82,26 @@ def transfer_space(head: np.ndarray | jax.Array, rank: int) -> TransferSpace:
     directions=np.asarray(directions, np.float32),
     codes=codes,
   )
+
+
+def principal(space: TransferSpace) -> np.ndarray:
+  """U [D, R], orthonormal: the published start of the readouts."""
+  return space.directions
+
+
+def whitened(space: TransferSpace) -> np.ndarray:
+  """U Lambda^{-1/2} [D, R], whose features are those of the codes.
+
+  Features do not depend on its scale, but how far an optimiser's step turns
+  them does: the norm is that of U.
+  """
+  columns = space.directions / np.sqrt(space.eigenvalues)
+  norms = np.linalg.norm(space.directions), np.linalg.norm(columns)
+  return columns * (norms[0] / norms[1])
+
+
+# By `DSpineOptions.readout_init`.
+READOUTS = {"principal": principal, "whitened": whitened}
 
 
 def _unit_rows(rows: np.ndarray | jax.Array, first: int) -> np.ndarray:

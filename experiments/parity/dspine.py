@@ -8,7 +8,12 @@ from jax import numpy as jnp
 
 from dspine_jax.drafters import candidates as candidates_lib
 from dspine_jax.drafters import dflash as dflash_lib
-from dspine_jax.drafters import dspine, injection, transfer_space
+from dspine_jax.drafters import (
+  dspine,
+  injection,
+  layer_supervision,
+  transfer_space,
+)
 from dspine_jax.target import model
 from dspine_jax.training import schedules
 from experiments.parity import drafter, report
@@ -191,7 +196,9 @@ def _token_terms(output, buffers, tables, params, supervision, *, cfg):
   )
   shape = supervision.labels.shape
   terms = {name: term.reshape(shape) for name, term in terms.items()}
-  alignment = dspine.token_alignment(output, supervision.labels, codes, first)
+  alignment = layer_supervision.token_alignment(
+    output, supervision.labels, codes, first
+  )
   return terms | {
     "alignment": alignment,
     "refined": refined,

@@ -98,10 +98,11 @@ def round_parts(target, drafter, state, decode) -> dict:
     )
     return state, jnp.sum(committed)
 
+  has_pairs = cfg.dspine is not None and cfg.dspine.refines
   pairs = {"candidates": to_candidates, "cache": to_cache}
   return {
     "draft": draft_only,
-    **(pairs if cfg.dspine is not None else {}),
+    **(pairs if has_pairs else {}),
     "walk": to_walk,
     "verify": to_verify,
     "commit": to_commit,

@@ -74,6 +74,9 @@ def test_an_impossible_drafter_is_refused_by_name(changes, match):
     ({"replacement_hold_ratio": 0.5}, "replacement_hold_ratio=0.5: needs"),
     ({"replacement_end_ratio": 1.5}, "replacement_hold_ratio"),
     ({"replacement_layers": -1}, "replacement_layers=-1"),
+    ({"alignment_weight": -0.5}, "alignment_weight=-0.5: must not"),
+    ({"layer_supervision": "mse"}, "layer_supervision='mse': not in"),
+    ({"readout_init": "random"}, "readout_init='random': not in"),
   ],
 )
 def test_impossible_dspine_options_are_refused_by_name(changes, match):

@@ -88,6 +88,10 @@ def test_a_dspine_config_without_options_takes_the_released_ones(tied):
       replacement_hold_ratio=1 / 6,
       replacement_end_ratio=1 / 3,
       candidate_mass_threshold=1e-4,
+      injects=True,
+      refines=True,
+      layer_supervision="code_cosine",
+      readout_init="principal",
     ),
   )
   assert drafter_folder.drafter_config(config) == want

@@ -180,6 +180,12 @@ def test_every_option_is_written_and_read_back(method):
     "dflash2": {"output_multiplier": 0.5, "final_logit_softcapping": 9.0},
     "domino": {"pure_draft_prefix_len": 2, "lambda_decay_ratio": 0.5},
     "dspark": {"markov_head_type": "gated", "confidence_threshold": 0.3},
+    "dspine": {
+      "injects": False,
+      "refines": False,
+      "layer_supervision": "token_ce",
+      "readout_init": "whitened",
+    },
   }
   for options in ({}, changes.get(method, {})):
     for shift in (False, True):

@@ -35,6 +35,7 @@ ROUNDING = 1e-5
 FAST = [
   ("scripted", 4, 8, 8),
   ("dspine", 8, 8, 3),
+  ("unrefined", 4, 8, 1),
   *[(method, 4, 8, 1) for method in ("dflash2", "domino", "dspark")],
 ]
 SLOW = [
@@ -69,18 +70,26 @@ def random_case(rng, batch):
   )
 
 
-def drafter_config(method, block):
+# Cases that are not methods of their own: which one, and its options.
+MADE_OF = {
+  "scripted": ("dflash", {}),
+  "unrefined": ("dspine", {"refines": False}),
+}
+
+
+def drafter_config(name, block):
+  method, options = MADE_OF.get(name, (name, {}))
   cfg = tiny_models.drafter_config(
-    "dflash" if method == "scripted" else method,
+    method,
     vocab_size=VOCAB,
     num_layers=2,
     block_size=block,
     mask_token_id=VOCAB - 1,
     target_layer_ids=(0, 1),
     num_target_layers=TARGET.num_layers,
-    dspine={"transfer_rank": 10, "replacement_layers": 1},
+    dspine={"transfer_rank": 10, "replacement_layers": 1} | options,
   )
-  return dataclasses.replace(cfg, method=method)
+  return cfg if name != "scripted" else dataclasses.replace(cfg, method=name)
 
 
 @functools.cache

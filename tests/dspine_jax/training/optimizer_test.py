@@ -157,6 +157,18 @@ def test_gradients_are_clipped_to_the_global_norm(name):
     np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_parameters_without_a_gradient_stay_bit_by_bit(name):
+  # What a method's options leave unread; weight decay is zero by default.
+  params, cfg = tree(), config(name=name, warmup_ratio=0.0)
+  grads = jax.tree.map(jnp.zeros_like, params)
+  grads["proj"] = params["proj"]
+  updates = first_update(cfg, grads, params)
+  assert np.abs(updates.pop("proj")["kernel"]).max() > 1e-4
+  for leaf in jax.tree.leaves(updates):
+    np.testing.assert_array_equal(leaf, 0.0)
+
+
 def test_small_gradients_are_not_clipped():
   params, grads = {"bias": jnp.ones(3)}, {"bias": jnp.full(3, 0.1)}
   clip, plain = (
