@@ -1,11 +1,13 @@
-"""Continues a prompt, printing accepted tokens as they come.
+"""Continues or answers a prompt, printing accepted tokens as they come.
 
   python -m experiments.generate --prompt="def read_config(path):"
 
-Each round's tokens have a colour of their own: long stretches of one colour are
-drafts that the target accepted at once. At the end: mean advancement (the bonus
-token counted), tokens per second, and with --compare the same for plain
-autoregressive decoding, whose output must be equal at temperature 0.
+A target with a chat template answers the prompt as a user's turn, thinking off;
+with --raw it continues it like any other. Each round's tokens have a colour of
+their own: long stretches of one colour are drafts that the target accepted at
+once. At the end: mean advancement (the bonus token counted), tokens per second,
+and with --compare the same for plain autoregressive decoding, whose output must
+be equal at temperature 0.
 """
 
 import itertools
@@ -23,7 +25,10 @@ from dspine_jax.decoding import metrics
 from experiments import run_io, targets
 from experiments.stages import evaluation
 
-_PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
+_PROMPT = flags.DEFINE_string("prompt", None, "Text to continue, or question.")
+_RAW = flags.DEFINE_bool(
+  "raw", False, "Continue the prompt as it is, without a chat template."
+)
 _TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
 _DRAFTER = flags.DEFINE_string(
   "drafter", targets.EMBEDDED, "`embedded`, or a folder of a drafter."
@@ -102,11 +107,17 @@ def stream_rounds(target, drafter, prompt: np.ndarray, decode, seed: int):
 
 
 def encode_prompt(target: targets.NamedTarget, text: str) -> np.ndarray:
-  """Token ids of a prompt; ValueError if there are none."""
-  ids = target.tokenizer.encode(text).ids
-  if not ids:
+  """Token ids of a user's turn or of plain text; ValueError if it is empty."""
+  if not text:
     raise ValueError("--prompt is empty")
-  return np.asarray(ids, np.int32)
+  if is_chat(target):
+    return targets.encode_chat(target, [{"role": "user", "content": text}])
+  return np.asarray(target.tokenizer.encode(text).ids, np.int32)
+
+
+def is_chat(target: targets.NamedTarget) -> bool:
+  """Whether the prompt is a user's turn."""
+  return target.chat_template is not None and not _RAW.value
 
 
 def main(unused_argv):
@@ -136,7 +147,7 @@ def main(unused_argv):
     _COLOR.value == "auto" and sys.stdout.isatty()
   )
   printer = TokenPrinter(target.tokenizer, sys.stdout, colored)
-  sys.stdout.write(_PROMPT.value)
+  sys.stdout.write(_PROMPT.value + ("\n\n" if is_chat(target) else ""))
   start = time.perf_counter()
   streamed = []
   for tokens in rounds():
