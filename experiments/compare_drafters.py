@@ -64,6 +64,13 @@ _EVAL = flags.DEFINE_integer(
 _STEPS = flags.DEFINE_integer(
   "steps", 800, "Optimiser steps of each drafter.", lower_bound=1
 )
+_TRAIN_BATCH = flags.DEFINE_integer(
+  "batch_size", 8, "Sequences of a training step.", lower_bound=1
+)
+_ANCHORS = flags.DEFINE_integer(
+  "num_anchors", 16, "Blocks per sequence.", lower_bound=1
+)
+_LR = flags.DEFINE_float("learning_rate", 0.02, "Peak learning rate of muon.")
 _BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a draft block.")
 _RELEASED = flags.DEFINE_list(
   "released_seeds",
@@ -180,6 +187,16 @@ def main(unused_argv):
     )
     for entry in entries
   }
+  train_cfgs = {
+    seed: comparison.train_config(
+      _STEPS.value,
+      seed,
+      batch_size=_TRAIN_BATCH.value,
+      num_anchors=_ANCHORS.value,
+      learning_rate=_LR.value,
+    )
+    for seed in {*seeds, *released}
+  }
   train = training.load_parts(_ANSWERS.value, _PARTS.value, target)
   benchmarks = training.load_benchmarks(
     _ANSWERS.value, _BENCHMARKS.value, target, limit=_EVAL.value
@@ -209,7 +226,7 @@ def main(unused_argv):
       features,
       work_dir.path / "drafters" / f"{entry.name}_s{seed}",
       cfgs[entry],
-      comparison.train_config(_STEPS.value, seed),
+      train_cfgs[seed],
     )
 
   def decode(entry, seeds, temperature, **rule):

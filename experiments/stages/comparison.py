@@ -103,14 +103,21 @@ def drafter_config(
   )
 
 
-def train_config(steps: int, seed: int) -> configs.TrainConfig:
+def train_config(
+  steps: int,
+  seed: int,
+  *,
+  batch_size: int = 8,
+  num_anchors: int = 16,
+  learning_rate: float = 0.02,
+) -> configs.TrainConfig:
   """One trainer for all methods."""
   return configs.TrainConfig(
     optimizer=configs.OptimizerConfig(
-      name="muon", learning_rate=0.02, total_steps=steps
+      name="muon", learning_rate=learning_rate, total_steps=steps
     ),
-    batch_size=8,
-    num_anchors=16,
+    batch_size=batch_size,
+    num_anchors=num_anchors,
     chunk_blocks=16,
     seed=seed,
   )
