@@ -15,6 +15,7 @@ target; 1,000 answers of SmolLM2-135M take about 8.
 
 import functools
 import sys
+from typing import Any
 
 from absl import flags
 
@@ -45,6 +46,13 @@ _PROMPT = flags.DEFINE_integer(
   None,
   "Tokens of a prompt cut from text (default 64), or of the longest training"
   " prompt from --prompts (default 256).",
+  lower_bound=1,
+)
+_LONGEST = flags.DEFINE_integer(
+  "longest_prompt",
+  1024,
+  "With --prompts: tokens of the longest prompt of a benchmark; longer ones are"
+  " left out and counted.",
   lower_bound=1,
 )
 _NEW = flags.DEFINE_integer(
@@ -79,8 +87,12 @@ def main(unused_argv):
   }
   if _PROMPTS.value:
     turns = answers.read_conversations(_PROMPTS.value)
-    origin = {"prompts": _PROMPTS.value}
-    make = functools.partial(answers.chat_parts, target, turns)
+    origin: dict[str, Any] = {"prompts": _PROMPTS.value}
+    answers.check_lengths(target, _LONGEST.value, _NEW.value)
+    origin["longest_prompt"] = _LONGEST.value
+    make = functools.partial(
+      answers.chat_parts, target, turns, longest_prompt=_LONGEST.value
+    )
   else:
     text = answers.read_text(_CORPUS.value)
     origin = {"corpus_digest": text.digest}

@@ -112,6 +112,7 @@ def chat_parts(
   conversations: tuple[list[list[str]], dict[str, list[list[str]]]],
   folder: pathlib.Path,
   *,
+  longest_prompt: int,
   train_prompts: int,
   eval_prompts: int,
   prompt_tokens: int,
@@ -123,7 +124,8 @@ def chat_parts(
   """Answers to users, every turn in order, read back where they are there.
 
   Training conversations come in an order drawn with the seed, and end before a
-  prompt of more than `prompt_tokens`. Benchmarks are answered at temperature 0.
+  prompt of more than `prompt_tokens`. Benchmarks are answered at temperature 0,
+  and end before one of more than `longest_prompt`.
 
   Returns:
     "train_t<T>" for each temperature, and one set for each benchmark.
@@ -131,7 +133,6 @@ def chat_parts(
   train, benchmarks = conversations
   order = np.random.default_rng(seed).permutation(len(train))
   chosen = [train[i] for i in order[:train_prompts]]
-  most = target.model.cfg.max_positions - new_tokens
 
   def part(name, turns, temperature, longest, part_seed):
     def make():
@@ -149,7 +150,7 @@ def chat_parts(
     name, own = f"train_t{temperature:g}", seed + 100 * (index + 1)
     sets[name] = part(name, chosen, temperature, prompt_tokens, own)
   for name, turns in benchmarks.items():
-    sets[name] = part(name, turns[:eval_prompts], 0.0, most, seed)
+    sets[name] = part(name, turns[:eval_prompts], 0.0, longest_prompt, seed)
   return sets
 
 
@@ -172,7 +173,7 @@ def answer_turns(
   """
   histories: list[list[dict[str, str]]] = [[] for _ in conversations]
   going = list(range(len(conversations)))
-  rounds = []
+  rounds, left_out = [], 0
   for turn in range(max(map(len, conversations))):
     asked, encoded = [], []
     for index in going:
@@ -184,6 +185,8 @@ def answer_turns(
       if len(tokens) <= longest:
         asked.append(index)
         encoded.append(tokens)
+      else:
+        left_out += 1
     going = asked
     if not encoded:
       break
@@ -195,6 +198,11 @@ def answer_turns(
       histories[index].append({"role": "assistant", "content": reply})
   if not rounds:
     raise ValueError(f"every prompt is longer than {longest} tokens")
+  if left_out:
+    print(
+      f"{left_out} of {len(conversations)} conversations end before a prompt of"
+      f" more than {longest} tokens"
+    )
   return answers_lib.join(rounds)
 
 
