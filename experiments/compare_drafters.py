@@ -134,20 +134,6 @@ class Table(NamedTuple):
   seeds: list[int]
 
 
-def whole_numbers(flag: flags.FlagHolder, least: int) -> list[int]:
-  """The numbers of a list flag; ValueError naming it if one is not possible."""
-  try:
-    numbers = [int(value) for value in flag.value]
-  except ValueError:
-    numbers = [least - 1]
-  if any(number < least for number in numbers):
-    raise ValueError(
-      f"--{flag.name}={','.join(flag.value)}: whole numbers >= {least} are"
-      " needed"
-    )
-  return numbers
-
-
 def main(unused_argv):
   unknown = sorted(set(_METHODS.value) - set(methods.DRAFTERS))
   if unknown or not _METHODS.value:
@@ -155,9 +141,9 @@ def main(unused_argv):
       f"--methods={','.join(_METHODS.value)}: not among"
       f" {sorted(methods.DRAFTERS)}"
     )
-  seeds = whole_numbers(_SEEDS, 0)
-  released = whole_numbers(_RELEASED, 0)
-  batches = whole_numbers(_SPEED_BATCHES, 1)
+  seeds = run_io.whole_numbers(_SEEDS, 0)
+  released = run_io.whole_numbers(_RELEASED, 0)
+  batches = run_io.whole_numbers(_SPEED_BATCHES, 1)
   temperatures = answers.parse_temperatures(_TEMPERATURES.value)
   target = targets.load(_TARGET.value)
   block = _BLOCK.value
@@ -453,13 +439,6 @@ def time_cell(path, target, drafter, prompts, batch: int) -> dict[str, Any]:
   return hf_config.read_json(path)
 
 
-def _mean(interval: dict[str, float | None], digits: int = 2) -> str:
-  if interval["mean"] is None or np.isnan(interval["mean"]):
-    return "-"
-  mean, low, high = (interval[name] for name in ("mean", "low", "high"))
-  return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def markdown(results, batches, temperatures) -> str:
   """All tables as text."""
   prompts = results["prompts"].values()
@@ -505,13 +484,21 @@ def advancement_table(lines, temperatures) -> str:
     for temperature in temperatures:
       key = f"T={temperature:g}"
       groups = line["advancement"][key]
-      row += [_mean(groups["all"]), f"{np.mean(line['proxy'][key]):.2f}"]
+      row += [
+        comparison.interval_text(groups["all"]),
+        f"{np.mean(line['proxy'][key]):.2f}",
+      ]
       if temperature == 0:
-        row += [_mean(groups["non_looping"]), _mean(groups["looping"])]
+        row += [
+          comparison.interval_text(groups["non_looping"]),
+          comparison.interval_text(groups["looping"]),
+        ]
         row.append(f"{line['lossless']['equal']}/{line['lossless']['prompts']}")
       else:
         own = line["own_rule"]["advancement"].get(key)
-        row.append("as left" if own is None else _mean(own["all"]))
+        row.append(
+          "as left" if own is None else comparison.interval_text(own["all"])
+        )
     rows.append(row)
   rules = "; ".join(
     f"{method}: {rule['rule'].replace('_', ' ')}, {rule['proposal']} draft"
@@ -560,11 +547,11 @@ def gain_table(gains, lines, temperatures) -> str:
   for line, by_temperature in zip(lines[:-1], gains.values(), strict=True):
     row = [line["method"]]
     row += [
-      _mean(by_temperature[f"T={temperature:g}"]["all"])
+      comparison.interval_text(by_temperature[f"T={temperature:g}"]["all"])
       for temperature in temperatures
     ]
     if 0 in temperatures:
-      row.append(_mean(by_temperature["T=0"]["non_looping"]))
+      row.append(comparison.interval_text(by_temperature["T=0"]["non_looping"]))
     paper = PAPER_GAINS.get(line["method"])
     is_published = lines[-1]["method"] == "dspine" and paper is not None
     rows.append([*row, f"{paper:.3f}" if is_published else "-"])

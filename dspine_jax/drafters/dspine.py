@@ -392,6 +392,7 @@ def propose(
       sampling_cfg=sampling_cfg,
       kind=kind,
       keys=keys,
+      forced=forced,
     )
   logits = model.head_logits(tables.head, output.hidden[:, 0, first:])
   pre_injection, last = output.pre_injection, refinement_params(params)

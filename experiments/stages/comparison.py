@@ -6,6 +6,7 @@ larger one takes up the cells of a smaller one.
 """
 
 import dataclasses
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -236,6 +237,30 @@ def proxy_cell(
     path.parent.mkdir(parents=True, exist_ok=True)
     run_io.write_json(path, {"expected_advancement": found})
   return hf_config.read_json(path)["expected_advancement"]
+
+
+def means_cell(
+  path: pathlib.Path,
+  target: targets.NamedTarget,
+  drafter: generate.DrafterModel,
+  data: Callable[[], features_lib.FeatureSet],
+) -> dict[str, float]:
+  """Teacher-forced means on greedy answers; see `proxy.greedy_means`."""
+  if not path.exists():
+    found = proxy.greedy_means(
+      target.model, drafter, data(), seed=0, label=f"teacher {path.stem}"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run_io.write_json(path, found)
+  return hf_config.read_json(path)
+
+
+def interval_text(interval: Mapping[str, float | None], digits: int = 2) -> str:
+  """mean [low, high], or a dash where there was nothing to average."""
+  mean, low, high = (interval[name] for name in ("mean", "low", "high"))
+  if mean is None or math.isnan(mean):
+    return "-"
+  return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def parameter_counts(drafter: generate.DrafterModel) -> dict[str, int]:

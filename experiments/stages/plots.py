@@ -97,6 +97,52 @@ def comparison(
   plt.close(figure)
 
 
+def intervals(
+  path: pathlib.Path,
+  groups: Mapping[str, Mapping[str, Mapping[str, float]]],
+  label: str,
+  title: str,
+) -> None:
+  """Horizontal bars with intervals, a line a name, a bar a group.
+
+  Args:
+    path: PNG file to write.
+    groups: group -> name -> mean, low and high; NaN leaves a bar out. Every
+      group has the same names, drawn from top to bottom.
+    label: of the values.
+    title: of the picture.
+  """
+  names = list(next(iter(groups.values())))
+  figure, axes = plt.subplots(
+    figsize=(8.0, 1.4 + 0.36 * len(names)), layout="constrained"
+  )
+  height = 0.8 / len(groups)
+  for index, (group, by_name) in enumerate(groups.items()):
+    mean, low, high = (
+      np.asarray([by_name[name][key] for name in names], float)
+      for key in ("mean", "low", "high")
+    )
+    places = np.arange(len(names)) + (index - (len(groups) - 1) / 2) * height
+    axes.barh(
+      places,
+      mean,
+      height,
+      # A ratio's mean may lie a rounding outside of its interval.
+      xerr=np.maximum((mean - low, high - mean), 0),
+      capsize=2,
+      label=group,
+    )
+  axes.axvline(0, color="black", linewidth=0.8)
+  axes.set_yticks(np.arange(len(names)), names)
+  axes.invert_yaxis()
+  axes.set_xlabel(label)
+  axes.grid(axis="x", alpha=0.3)
+  axes.legend()
+  axes.set_title(title)
+  figure.savefig(path, dpi=150)
+  plt.close(figure)
+
+
 def advancement_and_speed(
   path: pathlib.Path,
   advancement: Mapping[str, float],

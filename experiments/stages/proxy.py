@@ -40,31 +40,52 @@ def expected_advancement(
     seed: of the places of the blocks.
     label: of the progress line.
   """
-  measure = _hits if decode.sampling.temperature == 0 else _overlaps
-  run = measure(target, drafter, decode)
-  count, totals = len(data.answers.lengths), []
-  with run_io.Progress(count, label, "answers") as progress:
-    for rows, fresh in answers_lib.batches(count, _ROWS):
-      key = jax.random.fold_in(jax.random.key(seed), int(rows[0]))
-      totals.append(jax.device_get(run(data.batch(rows), key)))
-      progress.update(fresh)
-  kept, slots = np.sum(totals, axis=0)
+  if decode.sampling.temperature == 0:
+    means = greedy_means(target, drafter, data, seed=seed, label=label)
+    return means["expected_advancement"]
+  run = _overlaps(target, drafter, decode)
+  kept, slots = _over_batches(run, data, seed=seed, label=label)
   return float(1 + np.sum(kept / np.maximum(slots, 1)))
 
 
-def _hits(target, drafter, decode):
-  """Blocks that are right up to each slot, and blocks that reach it."""
-  del decode
+def greedy_means(
+  target: generate.TargetModel,
+  drafter: generate.DrafterModel,
+  data: features_lib.FeatureSet,
+  *,
+  seed: int,
+  label: str,
+) -> dict[str, float]:
+  """The scalars of `training.step.summarize` on answers, with progress.
+
+  Arguments as in `expected_advancement`.
+  """
   train_cfg = configs.TrainConfig(
     optimizer=configs.OptimizerConfig(total_steps=1), num_anchors=_ANCHORS
   )
   step = step_lib.make_eval_step(drafter.cfg, train_cfg)
 
   def run(batch, key):
-    report = step(drafter.params, drafter.buffers, target.tables, batch, key)
-    return report.prefix_hits, report.supervised
+    return step(drafter.params, drafter.buffers, target.tables, batch, key)
 
-  return run
+  report = _over_batches(run, data, seed=seed, label=label)
+  means = step_lib.summarize(report)
+  return {name: float(x) for name, x in means.items() if np.ndim(x) == 0}
+
+
+def _over_batches(run, data, *, seed: int, label: str):
+  """Sum of `run(batch, key)` over all answers, each counted once."""
+  count, found = len(data.answers.lengths), []
+  with run_io.Progress(count, label, "answers") as progress:
+    for rows, fresh in answers_lib.batches(count, _ROWS):
+      key = jax.random.fold_in(jax.random.key(seed), int(rows[0]))
+      batch = data.batch(rows)
+      # What fills up the last batch was counted before.
+      is_fresh = np.arange(len(rows)) >= len(rows) - fresh
+      batch = batch.replace(loss_mask=batch.loss_mask & is_fresh[:, None])
+      found.append(run(batch, key))
+      progress.update(fresh)
+  return jax.tree.map(lambda *parts: sum(parts), *found)
 
 
 def _overlaps(target, drafter, decode):
