@@ -7,6 +7,7 @@ label convention is not an option: it is in `configs.CONVENTIONS`.
 
 import dataclasses
 
+OBJECTIVES = ("cross_entropy", "forward_kl", "d_pace", "ce_l1")
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
@@ -32,6 +33,11 @@ def _require_share(options: object, *names: str) -> None:
   for name in names:
     value = getattr(options, name)
     require(0 <= value <= 1, name, value, "must lie between 0 and 1")
+
+
+def default_replacement_layers(num_layers: int) -> int:
+  """ceil(0.6 L): the paper's first 3 of 5 layers, for other depths."""
+  return -(-6 * num_layers // 10)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +85,34 @@ class DSpineOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DFlash2Options:
+class DFlashOptions:
+  """How DFlash trains (baselines, section 3.1); its model has no options.
+
+  Attributes:
+    objective: key of `dflash.OBJECTIVES`.
+    ce_weight: share of cross-entropy in "ce_l1"; the rest is L1 to the teacher.
+    d_pace_alpha: least confidence that "d_pace" gives a slot.
+  """
+
+  objective: str = "cross_entropy"
+  ce_weight: float = 0.1
+  d_pace_alpha: float = 0.5
+
+  def __post_init__(self):
+    require(
+      self.objective in OBJECTIVES,
+      "objective",
+      self.objective,
+      f"not in {OBJECTIVES}",
+    )
+    _require_share(self, "ce_weight", "d_pace_alpha")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlash2Options(DFlashOptions):
   """What DFlash2 adds: convolutions and a selector (baselines, section 4).
+
+  The objective is that of the unary logits; the selector's term is added to it.
 
   Attributes:
     conv_kernel_size: taps of a convolution; 2 in all released drafters.
@@ -101,6 +133,7 @@ class DFlash2Options:
   selector_loss_alpha: float = 1.0
 
   def __post_init__(self):
+    super().__post_init__()
     _require_positive(
       self,
       "conv_kernel_size",

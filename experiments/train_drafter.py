@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import flags
 
-from dspine_jax import configs, method_options
+from dspine_jax import attention_masks, configs, method_options
 from dspine_jax.drafters import methods
 from experiments import run_io, targets
 from experiments.stages import training
@@ -37,12 +37,54 @@ _METHOD = flags.DEFINE_enum(
 )
 _LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
 _BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a block.")
+_ATTENTION = flags.DEFINE_enum(
+  "block_attention",
+  None,
+  ["causal", "bidirectional"],
+  "What slots see of their block; default: the method's.",
+)
+_WINDOW = flags.DEFINE_integer(
+  "sliding_window", None, "Context that all layers see; default: everything."
+)
+_CONVENTION = flags.DEFINE_enum(
+  "sliding_window_convention",
+  attention_masks.DEFAULT_CONVENTION,
+  list(attention_masks.WINDOW_CONVENTIONS),
+  "Whose rule for the window's start and inside the block.",
+)
+_OBJECTIVE = flags.DEFINE_enum(
+  "objective",
+  None,
+  method_options.OBJECTIVES,
+  "DFlash, DFlash2: what is minimised; default: cross_entropy.",
+)
 _RANK = flags.DEFINE_integer("transfer_rank", 128, "DSpine: code width.")
 _MESSAGE = flags.DEFINE_integer("message_size", 64, "DSpine: message width.")
 _TOP_K = flags.DEFINE_integer(
   "top_k", 16, "DSpine, DFlash2: candidates per slot."
 )
-_HEAD_RANK = flags.DEFINE_integer(
+_HEAD_ATTENTION = flags.DEFINE_enum(
+  "block_attention",
+  None,
+  ["causal", "bidirectional"],
+  "What slots see of their block; default: the method's.",
+)
+_WINDOW = flags.DEFINE_integer(
+  "sliding_window", None, "Context that all layers see; default: everything."
+)
+_CONVENTION = flags.DEFINE_enum(
+  "sliding_window_convention",
+  attention_masks.DEFAULT_CONVENTION,
+  list(attention_masks.WINDOW_CONVENTIONS),
+  "Whose rule for the window's start and inside the block.",
+)
+_OBJECTIVE = flags.DEFINE_enum(
+  "objective",
+  None,
+  method_options.OBJECTIVES,
+  "DFlash, DFlash2: what is minimised; default: cross_entropy.",
+)
+_RANK = flags.DEFINE_integer(
   "head_rank", 64, "DFlash2, Domino, DSpark: rank of the head."
 )
 _GRU = flags.DEFINE_integer("gru_hidden_dim", 128, "Domino: width of the GRU.")
@@ -80,8 +122,13 @@ _SEED = flags.DEFINE_integer(
 
 def given_options() -> dict[str, dict[str, Any]]:
   """What the flags say about each method's options."""
+  objective = {}
+  if _OBJECTIVE.value is not None:
+    objective = {"objective": _OBJECTIVE.value}
   return {
-    "dflash2": {
+    "dflash": objective,
+    "dflash2": objective
+    | {
       "selector_rank": _HEAD_RANK.value,
       "selector_top_k": _TOP_K.value,
     },
@@ -108,15 +155,24 @@ def main(unused_argv):
     raise ValueError("--work_dir must name a directory")
   target = targets.load(_TARGET.value)
   method = _METHOD.value
-  options = configs.default_options(
-    method, _LAYERS.value, **given_options().get(method, {})
-  )
+  given = given_options()[method]
+  if _OBJECTIVE.value is not None and "objective" not in given:
+    raise ValueError(
+      f"--objective={_OBJECTIVE.value}: --method={method} has its own"
+    )
+  options = configs.default_options(method, _LAYERS.value, **given)
+  is_causal = None
+  if _ATTENTION.value is not None:
+    is_causal = _ATTENTION.value == "causal"
   cfg = configs.drafter_for(
     target.model.cfg,
     method,
     num_layers=_LAYERS.value,
     mask_token_id=targets.mask_token_id(target, _MASK.value),
     block_size=_BLOCK.value,
+    is_causal=is_causal,
+    sliding_window=_WINDOW.value,
+    sliding_window_convention=_CONVENTION.value,
     **{method: options},
   )
   train_cfg = configs.TrainConfig(

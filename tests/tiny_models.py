@@ -86,6 +86,7 @@ class Setup(NamedTuple):
 
 # Sizes that differ from each other, so that no two axes can be confused.
 OPTIONS = {
+  "dflash": {},
   "dflash2": {"conv_group_size": 8, "selector_rank": 7, "selector_top_k": 4},
   "domino": {"emb_dim": 7, "gru_hidden_dim": 9},
   "dspark": {"markov_rank": 7},
