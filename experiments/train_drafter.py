@@ -122,7 +122,7 @@ _SEED = flags.DEFINE_integer(
 
 def given_options() -> dict[str, dict[str, Any]]:
   """What the flags say about each method's options."""
-  objective = {}
+  objective: dict[str, Any] = {}
   if _OBJECTIVE.value is not None:
     objective = {"objective": _OBJECTIVE.value}
   return {

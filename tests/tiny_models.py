@@ -99,6 +99,26 @@ OPTIONS = {
 }
 
 
+# By convention: one full and one sliding layer, or two sliding ones. Windows
+# are narrower than the context of the later blocks and wider than that of the
+# first.
+WINDOWS = {
+  "automodel": ("full_attention", "sliding_attention"),
+  "specforge": ("sliding_attention", "full_attention"),
+  "speculators": ("full_attention", "sliding_attention"),
+  "speculators_non_causal": ("sliding_attention", "sliding_attention"),
+}
+
+
+def windowed(convention: str) -> dict:
+  """Changes of `drafter_config` that give it sliding layers."""
+  return {
+    "layer_types": WINDOWS[convention],
+    "sliding_window": 6,
+    "sliding_window_convention": convention,
+  }
+
+
 def drafter_config(method: str, **changes) -> configs.DrafterConfig:
   """A tiny drafter; `method={...}` among the changes are options of it.
 

@@ -10,8 +10,7 @@ The denominator is the same for all: the sum over the window of validity times
 position decay. D-PACE puts its own weights in the place of the decay, but they
 depend on the model. A denominator made of them would need a pass over all
 micro-batches before the first gradient; so its loss is a sum in units of the
-plain weights, and a window of micro-batches still equals one large batch. In
-the report `objective` is that sum, and `ce` cross-entropy by the plain weights.
+plain weights, and a window of micro-batches still equals one large batch.
 """
 
 from collections.abc import Callable
@@ -113,6 +112,8 @@ def flatten_blocks(x: jax.Array) -> jax.Array:
 
 # Final-normed states -> logits, the draft's and the teacher's alike.
 LogitsOf = Callable[[Float[Array, "n p d"]], Float[Array, "n p v"]]
+# The loss of each slot, weighted, and what the report adds to `ce`.
+SlotLoss = tuple[Float[Array, "n p"], dict[str, Float[Array, "n p"]]]
 
 
 def cross_entropy(
@@ -120,11 +121,11 @@ def cross_entropy(
   constants: PyTree,
   logits_of: LogitsOf,
   options: configs.DFlashOptions,
-) -> Float[Array, "n p"]:
+) -> SlotLoss:
   """w CE to the label."""
   del logits_of, options
   ce = losses.cross_entropy(log_q, constants["labels"])
-  return constants["weights"] * ce
+  return constants["weights"] * ce, {}
 
 
 def forward_kl(
@@ -132,11 +133,12 @@ def forward_kl(
   constants: PyTree,
   logits_of: LogitsOf,
   options: configs.DFlashOptions,
-) -> Float[Array, "n p"]:
+) -> SlotLoss:
   """w KL(p || q) to the teacher's softmax at temperature 1."""
   del options
   log_p = jax.nn.log_softmax(logits_of(constants["teacher"]))
-  return constants["weights"] * losses.forward_kl(log_p, log_q)
+  kl = constants["weights"] * losses.forward_kl(log_p, log_q)
+  return kl, {"kl": kl}
 
 
 def d_pace(
@@ -144,12 +146,12 @@ def d_pace(
   constants: PyTree,
   logits_of: LogitsOf,
   options: configs.DFlashOptions,
-) -> Float[Array, "n p"]:
+) -> SlotLoss:
   """CE to the label, each slot by its share of the accepted length."""
   del logits_of
   ce = losses.cross_entropy(log_q, constants["labels"])
   pace = losses.d_pace_weights(ce, constants["valid"], options.d_pace_alpha)
-  return pace * ce
+  return pace * ce, {"d_pace": pace * ce}
 
 
 def ce_l1(
@@ -157,16 +159,16 @@ def ce_l1(
   constants: PyTree,
   logits_of: LogitsOf,
   options: configs.DFlashOptions,
-) -> Float[Array, "n p"]:
+) -> SlotLoss:
   """w (c CE + (1 - c) L1), L1 to the teacher's softmax."""
-  share = options.ce_weight
-  ce = cross_entropy(log_q, constants, logits_of, options)
+  ce, _ = cross_entropy(log_q, constants, logits_of, options)
   teacher = jax.nn.softmax(logits_of(constants["teacher"]))
-  l1 = losses.l1_distance(jnp.exp(log_q), teacher)
-  return share * ce + (1 - share) * constants["weights"] * l1
+  l1 = constants["weights"] * losses.l1_distance(jnp.exp(log_q), teacher)
+  share = options.ce_weight
+  return share * ce + (1 - share) * l1, {"l1": l1}
 
 
-# Name -> weighted loss of each slot. The names are `method_options.OBJECTIVES`.
+# The names are `method_options.OBJECTIVES`.
 OBJECTIVES = {
   "cross_entropy": cross_entropy,
   "forward_kl": forward_kl,
@@ -177,6 +179,7 @@ OBJECTIVES = {
 
 def _chunk_terms(options: configs.DFlashOptions):
   """The chunk loss of `losses.chunked_sum`."""
+  objective = OBJECTIVES[options.objective]
 
   def chunk_loss(params, hidden, head, constants):
     del params
@@ -186,12 +189,12 @@ def _chunk_terms(options: configs.DFlashOptions):
 
     logits, labels = logits_of(hidden), constants["labels"]
     log_q = jax.nn.log_softmax(logits)
-    objective = OBJECTIVES[options.objective]
-    value = jnp.sum(objective(log_q, constants, logits_of, options))
+    value, more = objective(log_q, constants, logits_of, options)
     ce = losses.cross_entropy(log_q, labels) * constants["weights"]
+    sums = jax.tree.map(jnp.sum, more | {"ce": ce})
     hit = sampling.argmax(logits) == labels
     counts = contract.counts({"hit": hit}, constants["valid"])
-    return value, {"ce": jnp.sum(ce), "objective": value} | counts
+    return jnp.sum(value), sums | counts
 
   return chunk_loss
 

@@ -212,9 +212,9 @@ def chunk_terms(options: configs.DFlash2Options):
     terms = token_terms(selector, rows, head, constants, options)
     weights = constants["weights"]
     sums = {name: jnp.sum(terms[name] * weights) for name in ("ce", "selector")}
-    slots = objective(terms["log_q"], constants, logits_of, options)
-    sums["objective"] = jnp.sum(slots)
-    value = sums["objective"] + options.selector_loss_alpha * sums["selector"]
+    value, more = objective(terms["log_q"], constants, logits_of, options)
+    sums |= jax.tree.map(jnp.sum, more)
+    value = jnp.sum(value) + options.selector_loss_alpha * sums["selector"]
     return value, sums | contract.counts(terms, constants["valid"])
 
   return chunk_loss

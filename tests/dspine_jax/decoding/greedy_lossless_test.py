@@ -32,8 +32,14 @@ FREE = configs.DecodeConfig(max_new_tokens=MAX_NEW + LARGEST_BLOCK)
 # order 5: a smaller margin may be decided by rounding.
 ROUNDING = 1e-5
 
+# Options that any method may have.
+VARIANTS = {
+  "windowed": ("dflash", tiny_models.windowed("specforge")),
+  "flipped": ("dspine", {"is_causal": False}),
+}
 FAST = [
   ("scripted", 4, 8, 8),
+  *[(variant, 4, 8, 1) for variant in VARIANTS],
   ("dspine", 8, 8, 3),
   *[(method, 4, 8, 1) for method in ("dflash2", "domino", "dspark")],
 ]
@@ -70,6 +76,7 @@ def random_case(rng, batch):
 
 
 def drafter_config(method, block):
+  method, changes = VARIANTS.get(method, (method, {}))
   cfg = tiny_models.drafter_config(
     "dflash" if method == "scripted" else method,
     vocab_size=VOCAB,
@@ -79,6 +86,7 @@ def drafter_config(method, block):
     target_layer_ids=(0, 1),
     num_target_layers=TARGET.num_layers,
     dspine={"transfer_rank": 10, "replacement_layers": 1},
+    **changes,
   )
   return dataclasses.replace(cfg, method=method)
 
