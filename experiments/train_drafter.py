@@ -63,28 +63,7 @@ _MESSAGE = flags.DEFINE_integer("message_size", 64, "DSpine: message width.")
 _TOP_K = flags.DEFINE_integer(
   "top_k", 16, "DSpine, DFlash2: candidates per slot."
 )
-_HEAD_ATTENTION = flags.DEFINE_enum(
-  "block_attention",
-  None,
-  ["causal", "bidirectional"],
-  "What slots see of their block; default: the method's.",
-)
-_WINDOW = flags.DEFINE_integer(
-  "sliding_window", None, "Context that all layers see; default: everything."
-)
-_CONVENTION = flags.DEFINE_enum(
-  "sliding_window_convention",
-  attention_masks.DEFAULT_CONVENTION,
-  list(attention_masks.WINDOW_CONVENTIONS),
-  "Whose rule for the window's start and inside the block.",
-)
-_OBJECTIVE = flags.DEFINE_enum(
-  "objective",
-  None,
-  method_options.OBJECTIVES,
-  "DFlash, DFlash2: what is minimised; default: cross_entropy.",
-)
-_RANK = flags.DEFINE_integer(
+_HEAD_RANK = flags.DEFINE_integer(
   "head_rank", 64, "DFlash2, Domino, DSpark: rank of the head."
 )
 _GRU = flags.DEFINE_integer("gru_hidden_dim", 128, "Domino: width of the GRU.")
