@@ -7,11 +7,14 @@ files; `checkpoints.hf_config` converts them to and from `config.json`.
 import dataclasses
 from typing import Any, NamedTuple
 
+from dspine_jax import attention_masks
 from dspine_jax.method_options import (
   DFlash2Options,
+  DFlashOptions,
   DominoOptions,
   DSparkOptions,
   DSpineOptions,
+  default_replacement_layers,
 )
 from dspine_jax.method_options import require as _require
 from dspine_jax.target import tapped_layers
@@ -157,11 +160,6 @@ class OptimizerConfig:
       _require(0 <= value <= 1, name, value, "must lie between 0 and 1")
 
 
-def default_replacement_layers(num_layers: int) -> int:
-  """ceil(0.6 L): the paper's first 3 of 5 layers, for other depths."""
-  return -(-6 * num_layers // 10)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
   """A block drafter of any method, in the widths of its target.
@@ -177,8 +175,14 @@ class DrafterConfig:
     sample_from_anchor: slot k predicts token anchor + k + 1 (label shift), so
       that slot 0 predicts too; otherwise slot k predicts token anchor + k.
     decay_gamma: constant of the position weights exp(-position / gamma).
-    dflash2, domino, dspark, dspine: options of the method of that name; None
-      for all others.
+    layer_types: of each layer, one of `attention_masks.LAYER_TYPES`; empty if
+      all are full.
+    sliding_window: context that sliding layers see, in positions; None exactly
+      if no layer slides.
+    sliding_window_convention: where the window begins, and the rule inside the
+      block; key of `attention_masks.WINDOW_CONVENTIONS`.
+    dflash, dflash2, domino, dspark, dspine: options of the method of that name;
+      None for all others.
   """
 
   method: str
@@ -200,6 +204,10 @@ class DrafterConfig:
   is_causal: bool = False
   sample_from_anchor: bool = False
   decay_gamma: float = 7.0
+  layer_types: tuple[str, ...] = ()
+  sliding_window: int | None = None
+  sliding_window_convention: str = attention_masks.DEFAULT_CONVENTION
+  dflash: DFlashOptions | None = None
   dflash2: DFlash2Options | None = None
   domino: DominoOptions | None = None
   dspark: DSparkOptions | None = None
@@ -221,6 +229,13 @@ class DrafterConfig:
     )
     tapped_layers.check_tapped_layers(
       self.target_layer_ids, self.num_target_layers
+    )
+    attention_masks.check_windows(
+      self.layer_types,
+      self.sliding_window,
+      self.sliding_window_convention,
+      num_layers=self.num_layers,
+      block_size=self.block_size,
     )
     if self.dspine is not None:
       self._check_at_most(
@@ -282,9 +297,9 @@ class Conventions(NamedTuple):
 
 
 # What a configuration takes unless it says otherwise (baselines, section 1).
-# Methods that are not named here follow DFlash.
+# Methods that are not named here follow DFlash and have no options.
 CONVENTIONS = {
-  "dflash": Conventions(),
+  "dflash": Conventions(options=DFlashOptions),
   "dflash2": Conventions(options=DFlash2Options),
   "domino": Conventions(
     options=DominoOptions, sample_from_anchor=True, decay_gamma=7.0
@@ -297,7 +312,7 @@ CONVENTIONS = {
 
 
 def conventions(method: str) -> Conventions:
-  """Those of the method, or DFlash's."""
+  """Those of the method, or DFlash's without its options."""
   return CONVENTIONS.get(method, Conventions())
 
 
@@ -320,6 +335,9 @@ def drafter_for(
   num_layers: int,
   mask_token_id: int,
   block_size: int = 16,
+  is_causal: bool | None = None,
+  sliding_window: int | None = None,
+  sliding_window_convention: str = "automodel",
   **options: Any,
 ) -> DrafterConfig:
   """A drafter in the widths of `target`, with the released conventions.
@@ -330,6 +348,9 @@ def drafter_for(
     num_layers: draft layers.
     mask_token_id: token of empty slots.
     block_size: slots of a block.
+    is_causal: as in `DrafterConfig`; None takes the method's convention.
+    sliding_window: of all layers; None makes them full.
+    sliding_window_convention: as in `DrafterConfig`.
     **options: name of a method -> its options. Only those of `method` are
       used; None or nothing takes the released ones.
   """
@@ -354,7 +375,12 @@ def drafter_for(
     mask_token_id=mask_token_id,
     target_layer_ids=tapped_layers.tapped_layers(target.num_layers, num_layers),
     num_target_layers=target.num_layers,
-    is_causal=convention.is_causal,
+    is_causal=convention.is_causal if is_causal is None else is_causal,
+    layer_types=()
+    if sliding_window is None
+    else ("sliding_attention",) * num_layers,
+    sliding_window=sliding_window,
+    sliding_window_convention=sliding_window_convention,
     sample_from_anchor=convention.sample_from_anchor,
     decay_gamma=convention.decay_gamma or default_decay_gamma(block_size),
     **own,

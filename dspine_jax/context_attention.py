@@ -5,11 +5,13 @@ matrix of a layer would be its largest array, and half of it masked. Here tiles
 of blocks are taken one after another; each reads only as much of the context as
 its last anchor needs, and the backward pass computes its scores anew. Anchors
 come sorted, so neighbours need about the same prefix; in any other order the
-result is the same and only the time is not. Not here: the attention inside a
-block, which is joined by `attention.merge`.
+result is the same and only the time is not. A window hides the start of that
+prefix but saves none of its time. Not here: the attention inside a block, which
+is joined by `attention.merge`.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -32,6 +34,7 @@ def context_attention(
   k: Float[Array, "b g s h"],
   v: Float[Array, "b g s h"],
   visible: Int[Array, "b n"],
+  starts: Int[Array, "b n k"] | None = None,
 ) -> attention.PartialAttention:
   """Attention of each block to the first `visible` positions of its row.
 
@@ -41,6 +44,7 @@ def context_attention(
     v: values of the context.
     visible: positions that a block sees, its anchor; 0 gives a part without
       weight.
+    starts: first of them that a slot sees (sliding layers); None for all.
 
   Returns:
     Parts [B, N, Q, K, ...], as `attention.partial_attention` gives for blocks.
@@ -48,12 +52,13 @@ def context_attention(
   batch, blocks, slots, heads, _ = q.shape
   num_keys = k.shape[2]
   if batch * blocks * slots * heads * num_keys > _WHOLE:
-    return _tiled(q, k, v, visible)
+    return _tiled(q, k, v, visible, starts)
   rows = q.reshape(batch, blocks * slots, heads, -1)
-  mask = attention_masks.prefix(visible, num_keys)
-  part = attention.partial_attention(
-    rows, k, v, jnp.repeat(mask, slots, axis=1)
-  )
+  ends = jnp.repeat(visible, slots, axis=1)
+  if starts is not None:
+    starts = starts.reshape(batch, blocks * slots)
+  mask = attention_masks.prefix(ends, num_keys, starts)
+  part = attention.partial_attention(rows, k, v, mask)
 
   def per_block(x):
     x = x.reshape(batch, heads, blocks, slots, x.shape[-1])
@@ -63,13 +68,17 @@ def context_attention(
 
 
 @jax.custom_vjp
-def _tiled(q, k, v, visible):
-  return _tiled_forward(q, k, v, visible)[0]
+def _tiled(q, k, v, visible, starts):
+  return _tiled_forward(q, k, v, visible, starts)[0]
 
 
-def _tiled_forward(q, k, v, visible):
+def _tiled_forward(q, k, v, visible, starts):
   tiles = _Tiles(q.shape, k.shape[1])
-  rows, bounds = tiles.cut(jnp.swapaxes(q, 2, 3)), tiles.bounds(visible)
+  rows = tiles.cut(jnp.swapaxes(q, 2, 3))
+  bounds = _Bounds(
+    ends=tiles.per_row(visible[..., None]),
+    starts=None if starts is None else tiles.per_row(starts),
+  )
 
   def request(args):
     k, v, per_tile = args
@@ -100,10 +109,20 @@ def _tiled_backward(residuals, cotangent: attention.PartialAttention):
   (d_k, d_v), d_rows = lax.map(request, (k, v, per_tile))
   d_q = jnp.swapaxes(tiles.join(d_rows), 2, 3)
   d_k, d_v = (jnp.swapaxes(part, -2, -1) for part in (d_k, d_v))
-  return d_q.astype(rows.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+  d_q, d_k, d_v = (
+    part.astype(like.dtype) for part, like in ((d_q, rows), (d_k, k), (d_v, v))
+  )
+  return d_q, d_k, d_v, None, None
 
 
 _tiled.defvjp(_tiled_forward, _tiled_backward)
+
+
+class _Bounds(NamedTuple):
+  """Context positions that the rows of tiles see: start <= position < end."""
+
+  ends: Int[Array, "*tiles rows"]
+  starts: Int[Array, "*tiles rows"] | None
 
 
 class _Tiles:
@@ -143,9 +162,9 @@ class _Tiles:
     heads = self._groups * self._repeat
     return x.reshape(self._batch, -1, heads, self._slots, x.shape[-1])
 
-  def bounds(self, visible):
-    """[B, N] -> visible positions of each tile's rows, [B, tiles, rows]."""
-    x = visible.reshape(self._batch, self._count, 1, self._size, 1)
+  def per_row(self, x):
+    """[B, N, K or 1] -> [B, tiles, rows], the value of each row."""
+    x = x.reshape(self._batch, self._count, 1, self._size, -1)
     shape = (*x.shape[:2], self._repeat, self._size, self._slots)
     return jnp.broadcast_to(x, shape).reshape(*x.shape[:2], -1)
 
@@ -157,13 +176,13 @@ def _on_prefix(function, k, v, bounds, *rows):
     {-(-num_keys * i // _PREFIXES) for i in range(1, 1 + _PREFIXES)}
   )
   branches = [functools.partial(function, size) for size in sizes]
-  branch = jnp.sum(jnp.max(bounds) > jnp.asarray(sizes[:-1], jnp.int32))
+  branch = jnp.sum(jnp.max(bounds.ends) > jnp.asarray(sizes[:-1], jnp.int32))
   return lax.switch(branch, branches, k, v, bounds, *rows)
 
 
 def _scores(rows, k, bounds):
   scores = attention.product("gth,gsh->gts", rows, k) * rows.shape[-1] ** -0.5
-  seen = attention_masks.prefix(bounds, k.shape[1])
+  seen = attention_masks.prefix(bounds.ends, k.shape[1], bounds.starts)
   return jnp.where(seen[None], scores, attention.MASKED)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 
 LAYER_SUPERVISIONS = ("code_cosine", "token_ce")
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+OBJECTIVES = ("cross_entropy", "forward_kl", "d_pace", "ce_l1")
 READOUT_INITS = ("principal", "whitened")
 
 
@@ -39,6 +40,11 @@ def _require_share(options: object, *names: str) -> None:
 def _require_one_of(options: object, name: str, known: tuple) -> None:
   value = getattr(options, name)
   require(value in known, name, value, f"not in {known}")
+
+
+def default_replacement_layers(num_layers: int) -> int:
+  """ceil(0.6 L): the paper's first 3 of 5 layers, for other depths."""
+  return -(-6 * num_layers // 10)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +108,34 @@ class DSpineOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DFlash2Options:
+class DFlashOptions:
+  """How DFlash trains (baselines, section 3.1); its model has no options.
+
+  Attributes:
+    objective: key of `dflash.OBJECTIVES`.
+    ce_weight: share of cross-entropy in "ce_l1"; the rest is L1 to the teacher.
+    d_pace_alpha: least confidence that "d_pace" gives a slot.
+  """
+
+  objective: str = "cross_entropy"
+  ce_weight: float = 0.1
+  d_pace_alpha: float = 0.5
+
+  def __post_init__(self):
+    require(
+      self.objective in OBJECTIVES,
+      "objective",
+      self.objective,
+      f"not in {OBJECTIVES}",
+    )
+    _require_share(self, "ce_weight", "d_pace_alpha")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlash2Options(DFlashOptions):
   """What DFlash2 adds: convolutions and a selector (baselines, section 4).
+
+  The objective is that of the unary logits; the selector's term is added to it.
 
   Attributes:
     conv_kernel_size: taps of a convolution; 2 in all released drafters.
@@ -124,6 +156,7 @@ class DFlash2Options:
   selector_loss_alpha: float = 1.0
 
   def __post_init__(self):
+    super().__post_init__()
     _require_positive(
       self,
       "conv_kernel_size",

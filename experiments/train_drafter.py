@@ -14,7 +14,7 @@ import sys
 
 from absl import flags
 
-from dspine_jax import configs, method_options
+from dspine_jax import attention_masks, configs, method_options
 from dspine_jax.drafters import methods
 from experiments import run_io, targets
 from experiments.stages import comparison, training
@@ -34,6 +34,27 @@ _METHOD = flags.DEFINE_enum(
 )
 _LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
 _BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a block.")
+_ATTENTION = flags.DEFINE_enum(
+  "block_attention",
+  None,
+  ["causal", "bidirectional"],
+  "What slots see of their block; default: the method's.",
+)
+_WINDOW = flags.DEFINE_integer(
+  "sliding_window", None, "Context that all layers see; default: everything."
+)
+_CONVENTION = flags.DEFINE_enum(
+  "sliding_window_convention",
+  attention_masks.DEFAULT_CONVENTION,
+  list(attention_masks.WINDOW_CONVENTIONS),
+  "Whose rule for the window's start and inside the block.",
+)
+_OBJECTIVE = flags.DEFINE_enum(
+  "objective",
+  None,
+  method_options.OBJECTIVES,
+  "DFlash, DFlash2: what is minimised; default: cross_entropy.",
+)
 _RANK = flags.DEFINE_integer("transfer_rank", 128, "DSpine: code width.")
 _MESSAGE = flags.DEFINE_integer("message_size", 64, "DSpine: message width.")
 _TOP_K = flags.DEFINE_integer(
@@ -85,6 +106,7 @@ def sizes() -> comparison.Sizes:
     gru_hidden_dim=_GRU.value,
     markov_head_type=_MARKOV.value,
     alignment_weight=_BETA.value,
+    objective=_OBJECTIVE.value,
   )
 
 
@@ -92,6 +114,9 @@ def main(unused_argv):
   if not _WORK_DIR.value:
     raise ValueError("--work_dir must name a directory")
   target = targets.load(_TARGET.value)
+  is_causal = None
+  if _ATTENTION.value is not None:
+    is_causal = _ATTENTION.value == "causal"
   cfg = comparison.drafter_config(
     target,
     _METHOD.value,
@@ -100,6 +125,9 @@ def main(unused_argv):
     steps=_STEPS.value,
     sizes=sizes(),
     mask_token_id=_MASK.value,
+    is_causal=is_causal,
+    sliding_window=_WINDOW.value,
+    sliding_window_convention=_CONVENTION.value,
   )
   train_cfg = configs.TrainConfig(
     optimizer=configs.OptimizerConfig(

@@ -129,17 +129,37 @@ def target_forward(params, tokens, cfg):
   return rms_norm(x, params["norm"]["scale"], cfg.rms_norm_eps), outputs
 
 
+def in_window(t, anchor, slot, window, convention):
+  """Whether a slot's window reaches back to context position t."""
+  if window is None:
+    return True
+  if convention in ("automodel", "specforge"):
+    return anchor + slot - t < window
+  return t >= anchor - window
+
+
 def anchor_block_mask(
-  anchors, keep, *, context_length, block_size, is_causal, padding_sees_itself
+  anchors,
+  keep,
+  *,
+  context_length,
+  block_size,
+  is_causal,
+  padding_sees_itself,
+  window=None,
+  convention=None,
 ):
-  """One row's rule: [N * K, S + N * K]."""
+  """One row's rule in a full layer, or a sliding one: [N * K, S + N * K]."""
   count = len(anchors) * block_size
+  if window is not None and convention in ("specforge", "speculators"):
+    is_causal = True
   mask = np.zeros((count, context_length + count), bool)
   for b, anchor in enumerate(anchors):
     for slot in range(block_size):
       row = mask[b * block_size + slot]
       for t in range(context_length):
-        row[t] = bool(keep[b]) and t < anchor
+        seen = t < anchor and in_window(t, anchor, slot, window, convention)
+        row[t] = bool(keep[b]) and seen
       for other in range(len(anchors)):
         for key in range(block_size):
           allowed = other == b and (key <= slot or not is_causal)
@@ -225,14 +245,20 @@ def draft_row(
   """
   backbone, size = params["backbone"], cfg.block_size
   count = len(anchors)
-  mask = anchor_block_mask(
-    anchors,
-    keep,
-    context_length=len(features),
-    block_size=size,
-    is_causal=cfg.is_causal,
-    padding_sees_itself=True,
+  full, sliding = (
+    anchor_block_mask(
+      anchors,
+      keep,
+      context_length=len(features),
+      block_size=size,
+      is_causal=cfg.is_causal,
+      padding_sees_itself=True,
+      window=window,
+      convention=cfg.sliding_window_convention,
+    )
+    for window in (None, cfg.sliding_window)
   )
+  types = cfg.layer_types or ("full_attention",) * cfg.num_layers
   embedding = np.asarray(embedding, np.float64)
   ids = [
     int(block_tokens[b][0]) if slot == 0 and keep[b] else cfg.mask_token_id
@@ -244,6 +270,7 @@ def draft_row(
   x = embedding[np.asarray(ids)]
   result = {"layer_features": []}
   for index, layer_params in enumerate(backbone["layers"]):
+    mask = sliding if types[index] == "sliding_attention" else full
     x = layer(layer_params, x, positions, mask, cfg, context)
     if codes is None:
       continue
@@ -334,6 +361,18 @@ def supervision(
 
 def cross_entropy(logits, label):
   return -math.log(softmax(logits)[label])
+
+
+def d_pace_weights(ce, valid, alpha):
+  """[P] weights of one block: for each slot the sum of P_m from it on."""
+  reached, chance = [], 1.0
+  for value, counts in zip(ce, valid, strict=True):
+    if counts:
+      chance *= (1 - alpha) * math.exp(-value) + alpha
+    reached.append(chance if counts else 0.0)
+  return np.array(
+    [sum(reached[j:]) if valid[j] else 0.0 for j in range(len(reached))]
+  )
 
 
 def dspine_slot(

@@ -86,6 +86,7 @@ class Setup(NamedTuple):
 
 # Sizes that differ from each other, so that no two axes can be confused.
 OPTIONS = {
+  "dflash": {},
   "dflash2": {"conv_group_size": 8, "selector_rank": 7, "selector_top_k": 4},
   "domino": {"emb_dim": 7, "gru_hidden_dim": 9},
   "dspark": {"markov_rank": 7},
@@ -96,6 +97,26 @@ OPTIONS = {
     "replacement_layers": 1,
   },
 }
+
+
+# By convention: one full and one sliding layer, or two sliding ones. Windows
+# are narrower than the context of the later blocks and wider than that of the
+# first.
+WINDOWS = {
+  "automodel": ("full_attention", "sliding_attention"),
+  "specforge": ("sliding_attention", "full_attention"),
+  "speculators": ("full_attention", "sliding_attention"),
+  "speculators_non_causal": ("sliding_attention", "sliding_attention"),
+}
+
+
+def windowed(convention: str) -> dict:
+  """Changes of `drafter_config` that give it sliding layers."""
+  return {
+    "layer_types": WINDOWS[convention],
+    "sliding_window": 6,
+    "sliding_window_convention": convention,
+  }
 
 
 def drafter_config(method: str, **changes) -> configs.DrafterConfig:

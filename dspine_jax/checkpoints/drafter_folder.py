@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dspine_jax import configs
+from dspine_jax import attention_masks, configs
 from dspine_jax.checkpoints import (
   drafter_formats,
   hf_config,
@@ -68,6 +68,9 @@ def drafter_config(
     shift = convention.sample_from_anchor
   gamma = own.get("loss_decay_gamma") or config.get("loss_decay_gamma")
   gamma = gamma or convention.decay_gamma
+  is_causal = config.get("is_causal")
+  if is_causal is None:
+    is_causal = convention.is_causal
   try:
     return configs.DrafterConfig(
       method=method,
@@ -88,13 +91,56 @@ def drafter_config(
       mask_token_id=mask_token_id,
       target_layer_ids=tuple(taps),
       num_target_layers=num_target_layers,
-      is_causal=bool(config.get("is_causal", convention.is_causal)),
+      is_causal=bool(is_causal),
       sample_from_anchor=bool(shift),
       decay_gamma=float(gamma or configs.default_decay_gamma(block_size)),
+      **_windows(config, path),
       **drafter_formats.method_options(config, own, method, num_layers),
     )
   except ValueError as error:
     raise hf_config.with_path(error, path) from None
+
+
+def _windows(config: Mapping[str, Any], path: object) -> dict[str, Any]:
+  """The fields of DrafterConfig about sliding layers; none if there are none.
+
+  `layer_types` says which layers slide. A file that names no convention is
+  z-lab's, unless it has speculators' `sliding_window_non_causal`.
+  """
+  types = tuple(config.get("layer_types") or ())
+  uses = config.get("use_sliding_window")
+  if uses and not types:
+    raise ValueError(f"{path}: use_sliding_window=true needs layer_types")
+  if set(types) <= {"full_attention"}:
+    return {}
+  if uses is False:
+    raise ValueError(
+      f"{path}: use_sliding_window=false does not fit layer_types={list(types)}"
+    )
+  convention = config.get("sliding_window_convention")
+  if convention is None and "sliding_window_non_causal" in config:
+    non_causal = config["sliding_window_non_causal"]
+    convention = "speculators_non_causal" if non_causal else "speculators"
+  return {
+    "layer_types": types,
+    "sliding_window": config.get("sliding_window"),
+    "sliding_window_convention": convention
+    or attention_masks.DEFAULT_CONVENTION,
+  }
+
+
+def _windows_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
+  """The inverse of `_windows`."""
+  written: dict[str, Any] = {
+    "layer_types": list(
+      cfg.layer_types or ("full_attention",) * cfg.num_layers
+    ),
+    "sliding_window": cfg.sliding_window,
+    "use_sliding_window": cfg.sliding_window is not None,
+  }
+  if cfg.sliding_window is not None:
+    written["sliding_window_convention"] = cfg.sliding_window_convention
+  return written
 
 
 def drafter_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
@@ -116,7 +162,6 @@ def drafter_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
     "hidden_size": cfg.hidden_size,
     "intermediate_size": cfg.intermediate_size,
     "is_causal": cfg.is_causal,
-    "layer_types": ["full_attention"] * cfg.num_layers,
     "max_position_embeddings": cfg.max_positions,
     "model_type": "qwen3",
     "num_attention_heads": cfg.num_heads,
@@ -126,8 +171,8 @@ def drafter_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
     "rms_norm_eps": cfg.rms_norm_eps,
     "rope_scaling": hf_config.rope_scaling_json(cfg.rope_scaling),
     "rope_theta": cfg.rope_theta,
-    "use_sliding_window": False,
     "vocab_size": cfg.vocab_size,
+    **_windows_json(cfg),
     **form.write(cfg, common),
   }
 

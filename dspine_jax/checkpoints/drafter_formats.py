@@ -11,7 +11,8 @@ is where a method keeps its own options and its label convention:
   dspine   SpecForge: `dflash_config`, options in `dspine_config`
 
 Missing keys take the released defaults. Settings of training that the released
-files do not hold (decay constant, loss weights) are written beside the others.
+files do not hold (decay constant, objective, loss weights) are written beside
+the others.
 """
 
 import dataclasses
@@ -31,15 +32,14 @@ class Format(NamedTuple):
 
   Attributes:
     architectures: names in `architectures`; the first is the one written.
-    options: (config.json, its dflash_config) -> keys of the method's options,
-      or None for methods without.
+    options: (config.json, its dflash_config) -> keys of the method's options.
     write: (cfg, keys of `dflash_config` that all methods have) -> keys to add
       at the top level.
     shift_key: key of `dflash_config` that holds the label shift.
   """
 
   architectures: tuple[str, ...]
-  options: Callable[[Json, Json], dict[str, Any]] | None
+  options: Callable[[Json, Json], dict[str, Any]]
   write: Callable[[configs.DrafterConfig, dict[str, Any]], dict[str, Any]]
   shift_key: str = "sample_from_anchor"
 
@@ -75,7 +75,7 @@ def method_of(config: Json, path: object) -> str:
 def method_options(
   config: Json, own: Json, method: str, num_layers: int
 ) -> dict[str, Any]:
-  """{method: its options} as DrafterConfig takes them; empty if it has none.
+  """{method: its options} as DrafterConfig takes them.
 
   Args:
     config: all of `config.json`.
@@ -83,10 +83,7 @@ def method_options(
     method: as found by `method_of`.
     num_layers: decides a default.
   """
-  read = FORMATS[method].options
-  if read is None:
-    return {}
-  options = read(config, own)
+  options = FORMATS[method].options(config, own)
   return {method: configs.default_options(method, num_layers, **options)}
 
 
@@ -111,8 +108,7 @@ def _dspine_options(config: Json, own: Json) -> dict[str, Any]:
 
 
 def _write_dflash(cfg, common) -> dict[str, Any]:
-  del cfg
-  return {"dflash_config": common}
+  return {"dflash_config": common | dataclasses.asdict(cfg.dflash)}
 
 
 def _write_dflash2(cfg, common) -> dict[str, Any]:
@@ -166,7 +162,11 @@ def _write_dspine(cfg, common) -> dict[str, Any]:
 
 
 FORMATS = {
-  "dflash": Format(("DFlashDraftModel",), None, _write_dflash),
+  "dflash": Format(
+    ("DFlashDraftModel",),
+    lambda config, own: _known(configs.DFlashOptions, own),
+    _write_dflash,
+  ),
   "dflash2": Format(
     ("DFlash2DraftModel",),
     lambda config, own: _known(configs.DFlash2Options, own),

@@ -94,8 +94,6 @@ def refuse_unimplemented(config: Mapping[str, Any], path: object) -> None:
     raise ValueError(
       f"{path}: hidden_act={config['hidden_act']!r} is not implemented (silu)"
     )
-  if config.get("use_sliding_window"):
-    raise ValueError(f"{path}: use_sliding_window=true is not implemented")
 
 
 def with_path(error: ValueError, path: object) -> ValueError:
@@ -125,6 +123,8 @@ def target_config(
       f"{path}: model_type={family!r} is not supported {_FAMILIES}"
     )
   refuse_unimplemented(config, path)
+  if config.get("use_sliding_window"):
+    raise ValueError(f"{path}: use_sliding_window=true is not implemented")
   hidden_size = require_key(config, "hidden_size", path)
   num_heads = require_key(config, "num_attention_heads", path)
   try:

@@ -1,7 +1,8 @@
 """The draft layers shared by all methods (baselines, section 2).
 
 A few Qwen3-style layers over the slots of draft blocks. Every layer attends to
-[context before the block's anchor | own block]; the context is one fused
+[context before the block's anchor | own block], of both as much as its `Sight`
+allows (causal or not, sliding or full); the context is one fused
 sequence made from tapped target layers, and its keys and values do not depend
 on the block, so they are computed once (`context_kv`) and cached when decoding.
 What a method changes inside or after a layer is a `Variant`; the methods
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import jax
 from flax import linen as nn
 from jax import numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspine_jax import (
   attention,
@@ -69,6 +70,44 @@ def plain(params: Params) -> Variant:
   return Variant(layer_params=none, around=_call, after=_keep)
 
 
+class Sight(NamedTuple):
+  """What the slots of a layer see.
+
+  Attributes:
+    visible: [B, N], context positions before the anchor; 0 in padding blocks.
+    starts: [B, N, K], first of them that a slot sees; None for all.
+    own: [K, K], True where a slot sees a slot of its block.
+  """
+
+  visible: Int[Array, "b n"]
+  starts: Int[Array, "b n k"] | None
+  own: Bool[Array, "k k"]
+
+
+def sight(
+  index: int | Int[Array, ""],
+  inputs: contract.BlockInputs,
+  cfg: configs.DrafterConfig,
+) -> Sight:
+  """What a layer sees; its index is traced where layers are scanned."""
+  visible = jnp.where(inputs.keep, inputs.anchors, 0)
+  own = attention_masks.in_block(cfg.block_size, is_causal=cfg.is_causal)
+  if cfg.sliding_window is None:
+    return Sight(visible, None, own)
+  name = cfg.sliding_window_convention
+  starts = attention_masks.window_starts(
+    inputs.anchors, cfg.block_size, cfg.sliding_window, name
+  )
+  convention = attention_masks.WINDOW_CONVENTIONS[name]
+  sliding_own = attention_masks.in_block(
+    cfg.block_size, is_causal=cfg.is_causal or convention.is_causal
+  )
+  slides = jnp.asarray(attention_masks.sliding(cfg.layer_types))[index]
+  return Sight(
+    visible, jnp.where(slides, starts, 0), jnp.where(slides, sliding_own, own)
+  )
+
+
 class DraftLayer(nn.Module):
   """One draft layer over blocks [B, N, K, D]."""
 
@@ -89,21 +128,23 @@ class DraftLayer(nn.Module):
     k, v = self.self_attn.keys_values(context, rope)
     return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
-  def __call__(self, h, rope, context, visible, own_mask, around):
+  def __call__(self, h, rope, context, sight, around):
     def attend(x):
-      return self._attend(x, rope, context, visible, own_mask)
+      return self._attend(x, rope, context, sight)
 
     h = h + around("attention", attend, self.input_layernorm(h))
     return h + around("mlp", self.mlp, self.post_attention_layernorm(h))
 
-  def _attend(self, x, rope, context, visible, own_mask):
+  def _attend(self, x, rope, context, sight):
     q = self.self_attn.queries(x, rope)
     k, v = self.self_attn.keys_values(x, rope)
     own = attention.partial_attention(
-      q, jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3), own_mask
+      q, jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3), sight.own[None, None]
     )
     context_k, context_v = (part.astype(x.dtype) for part in context)
-    seen = context_attention.context_attention(q, context_k, context_v, visible)
+    seen = context_attention.context_attention(
+      q, context_k, context_v, sight.visible, sight.starts
+    )
     return self.self_attn.output(attention.merge(own, seen, dtype=x.dtype))
 
 
@@ -123,10 +164,10 @@ def init(key: Key, cfg: configs.DrafterConfig) -> Params:
   h = jnp.zeros((1, 1, 1, cfg.hidden_size))
   rope = layers.rope_table(jnp.zeros((1, 1, 1), jnp.int32), cfg.head_dim, 1.0)
   context = (jnp.zeros((1, cfg.num_kv_heads, 1, cfg.head_dim)),) * 2
-  visible, mask = jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+  seen = Sight(jnp.ones((1, 1), jnp.int32), None, jnp.ones((1, 1), bool))
 
   def one_layer(key):
-    arguments = (h, rope, context, visible, mask, lambda name, f, x: f(x))
+    arguments = (h, rope, context, seen, lambda name, f, x: f(x))
     return layer.init(key, *arguments)["params"]
 
   taps = len(cfg.target_layer_ids)
@@ -222,8 +263,6 @@ def run_blocks(
   h = jax.lax.stop_gradient(tables.embedding)[ids].astype(dtype)
   offsets = jnp.arange(cfg.block_size)[None, None, :]
   rope = _rope(inputs.anchors[..., None] + offsets, cfg)
-  visible = jnp.where(inputs.keep, inputs.anchors, 0)
-  own_mask = attention_masks.in_block(cfg.block_size, is_causal=cfg.is_causal)
   layer = DraftLayer(cfg)
 
   def step(layer_params, h, per_layer):
@@ -237,8 +276,7 @@ def run_blocks(
       h,
       rope,
       context,
-      visible,
-      own_mask[None, None],
+      sight(index, inputs, cfg),
       around,
     )
     return variant.after(extra_params, index, h)

@@ -3,10 +3,11 @@
 DFlash's bidirectional backbone and labels, a two-tap convolution around every
 sublayer (`block_convolution.py`), and a selector that scores pairs of
 neighbouring candidates; the walk over its scores is `candidates.py`'s. The
-official objective is unpublished: this is DFlash's cross-entropy plus that of
-the selector over its candidates, given the true predecessor, as in the public
-ports. Labels outside the candidates drop out of the selector's sum but not of
-the common denominator, so that its weight grows with coverage.
+official objective is unpublished: this is DFlash's, usually cross-entropy, on
+the unary logits, plus the cross-entropy of the selector over its candidates,
+given the true predecessor, as in the public ports. Labels outside the
+candidates drop out of the selector's sum but not of the common denominator, so
+that its weight grows with coverage.
 """
 
 import jax
@@ -130,17 +131,13 @@ def loss(
   window: contract.LossWindow,
   chunk_size: int,
 ) -> tuple[jax.Array, contract.LossReport]:
-  """(sum w CE + alpha sum w covered CE_selector) / sum w (section 4.4)."""
+  """(sum w objective + alpha sum w covered CE_selector) / sum w (4.4)."""
   del buffers
   selector = params["selector"]
   # Looked up here, so that a chunk's gradient is no [V, R] array for it.
   before = selector["predecessor_codebook"][supervision.predecessors]
   rows = {"hidden": output.hidden[:, :, cfg.first_slot :], "before": before}
-  constants = {
-    "labels": supervision.labels,
-    "weights": supervision.weights,
-    "valid": supervision.valid,
-  }
+  constants = dflash.loss_constants(supervision)
   rows, constants = jax.tree.map(dflash.flatten_blocks, (rows, constants))
   chunk_params = {
     name: selector[name] for name in ("hidden_projection", "successor_codebook")
@@ -175,8 +172,8 @@ def token_terms(
     options: of the method.
 
   Returns:
-    ce, selector, covered, hit, base_hit, each [blocks, P], and scores
-    [blocks, P, C] given the true predecessors.
+    ce, selector, covered, hit, base_hit, each [blocks, P]; scores [blocks, P,
+    C] given the true predecessors; log_q [blocks, P, V] of the unary logits.
   """
   labels = constants["labels"]
   logits = unary_logits(model.head_logits(head, rows["hidden"]), options)
@@ -189,13 +186,14 @@ def token_terms(
   successors = selector["successor_codebook"][ids]
   scores = unary + pair_term(query[..., None, :], successors)[..., 0, :]
   is_label = ids == labels[..., None]
-  log_r = jax.nn.log_softmax(scores)
+  log_q, log_r = jax.nn.log_softmax(logits), jax.nn.log_softmax(scores)
   choice = jnp.argmax(scores, axis=-1)[..., None]
   return {
-    "ce": losses.cross_entropy(jax.nn.log_softmax(logits), labels),
+    "ce": losses.cross_entropy(log_q, labels),
     # An uncovered label has no cross-entropy over the candidates.
     "selector": -jnp.sum(jnp.where(is_label, log_r, 0.0), axis=-1),
     "scores": scores,
+    "log_q": log_q,
     "covered": jnp.any(is_label, axis=-1),
     "hit": jnp.take_along_axis(is_label, choice, axis=-1)[..., 0],
     "base_hit": ids[..., 0] == labels,
@@ -205,11 +203,18 @@ def token_terms(
 def chunk_terms(options: configs.DFlash2Options):
   """The chunk loss of `losses.chunked_sum`."""
 
+  objective = dflash.OBJECTIVES[options.objective]
+
   def chunk_loss(selector, rows, head, constants):
+    def logits_of(states):
+      return unary_logits(model.head_logits(head, states), options)
+
     terms = token_terms(selector, rows, head, constants, options)
     weights = constants["weights"]
     sums = {name: jnp.sum(terms[name] * weights) for name in ("ce", "selector")}
-    value = sums["ce"] + options.selector_loss_alpha * sums["selector"]
+    value, more = objective(terms["log_q"], constants, logits_of, options)
+    sums |= jax.tree.map(jnp.sum, more)
+    value = jnp.sum(value) + options.selector_loss_alpha * sums["selector"]
     return value, sums | contract.counts(terms, constants["valid"])
 
   return chunk_loss

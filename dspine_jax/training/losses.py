@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 from jax import lax
 from jax import numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspine_jax.typing import PyTree
 
@@ -34,6 +34,29 @@ def l1_distance(
 ) -> Float[Array, "*b"]:
   """sum_v |q - p|, twice the total variation."""
   return jnp.sum(jnp.abs(q - p), axis=-1)
+
+
+def forward_kl(
+  log_p: Float[Array, "*b v"], log_q: Float[Array, "*b v"]
+) -> Float[Array, "*b"]:
+  """KL(p || q) = sum_v p (log p - log q)."""
+  return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def d_pace_weights(
+  ce: Float[Array, "*b p"], valid: Bool[Array, "*b p"], alpha: float
+) -> Float[Array, "*b p"]:
+  """What each slot contributes to the expected accepted length, detached.
+
+  With q = exp(-CE), s = (1 - alpha) q + alpha and P_j the product of s up to
+  slot j, slot j weighs sum_{m >= j} P_m (baselines, section 3.1). Slots without
+  supervision weigh nothing: their s is one and their P is left out.
+  """
+  confidence = (1 - alpha) * jnp.exp(-lax.stop_gradient(ce)) + alpha
+  prefix = jnp.cumprod(jnp.where(valid, confidence, 1.0), axis=-1)
+  prefix = jnp.where(valid, prefix, 0.0)
+  suffix = jnp.flip(jnp.cumsum(jnp.flip(prefix, -1), axis=-1), -1)
+  return jnp.where(valid, suffix, 0.0)
 
 
 def safe_divide(numerator, denominator):

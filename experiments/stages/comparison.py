@@ -40,6 +40,7 @@ class Sizes:
     alignment_weight: DSpine. On a small target the cross-entropy stays high,
       and with it the scale of the alignment term; the paper's 0.5 would let it
       dominate.
+    objective: DFlash and DFlash2, of the unary logits; None is the default.
   """
 
   transfer_rank: int = 128
@@ -49,12 +50,24 @@ class Sizes:
   gru_hidden_dim: int = 128
   markov_head_type: str = "vanilla"
   alignment_weight: float = 0.1
+  objective: str | None = None
 
   def options(self, method: str, steps: int) -> dict[str, Any]:
-    """Keyword arguments of the method's options, for a run of `steps`."""
+    """Keyword arguments of the method's options, for a run of `steps`.
+
+    Raises:
+      ValueError: an objective for a method that has its own.
+    """
     warmup = max(1, round(0.04 * steps))
+    objective = {} if self.objective is None else {"objective": self.objective}
+    if objective and method not in ("dflash", "dflash2"):
+      raise ValueError(
+        f"--objective={self.objective}: --method={method} has its own"
+      )
     by_method = {
-      "dflash2": {
+      "dflash": objective,
+      "dflash2": objective
+      | {
         "selector_rank": self.head_rank,
         "selector_top_k": self.top_k,
       },
@@ -86,10 +99,12 @@ def drafter_config(
   steps: int,
   sizes: Sizes | None = None,
   mask_token_id: int | None = None,
+  **block: Any,
 ) -> configs.DrafterConfig:
   """A small drafter of any method, in the widths of its target.
 
-  Without `sizes` the default ones, as far as the target is wide enough.
+  Without `sizes` the default ones, as far as the target is wide enough; `block`
+  goes to `configs.drafter_for`: causality and windows.
   """
   if sizes is None:
     sizes = Sizes(transfer_rank=min(128, target.model.cfg.hidden_size))
@@ -100,6 +115,7 @@ def drafter_config(
     num_layers=num_layers,
     mask_token_id=targets.mask_token_id(target, mask_token_id),
     block_size=block_size,
+    **block,
     **{method: configs.default_options(method, num_layers, **options)},
   )
 

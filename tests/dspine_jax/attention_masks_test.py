@@ -8,8 +8,15 @@ from tests import oracles
 
 anchor_blocks = jax.jit(
   attention_masks.anchor_blocks,
-  static_argnames=("context_length", "block_size", "is_causal"),
+  static_argnames=(
+    "context_length",
+    "block_size",
+    "is_causal",
+    "window",
+    "convention",
+  ),
 )
+CONVENTIONS = sorted(attention_masks.WINDOW_CONVENTIONS)
 
 
 def dense(anchors, keep, **options):
@@ -48,6 +55,78 @@ def test_anchor_blocks_agree_with_brute_force(is_causal, block_size, seed):
     np.testing.assert_array_equal(got[row], want)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+# Equal to the block, narrower than the context, wider than it.
+@pytest.mark.parametrize("window", [3, 5, 20])
+def test_sliding_layers_agree_with_brute_force(window, convention, is_causal):
+  # Anchors closer to each other, and to the start, than the window.
+  anchors = np.array([[0, 1, 2, 8], [3, 4, 4, 5]])
+  keep = np.array([[True] * 4, [True, True, False, True]])
+  rule = {
+    "context_length": 9,
+    "block_size": 3,
+    "is_causal": is_causal,
+    "window": window,
+    "convention": convention,
+  }
+  got = dense(anchors, keep, **rule)
+  for row in range(2):
+    want = oracles.anchor_block_mask(
+      anchors[row], keep[row], padding_sees_itself=False, **rule
+    )
+    np.testing.assert_array_equal(got[row], want)
+
+
+# Context 0 to 4 | own slots 0, 1; window 2, anchor 4, both slots.
+SLIDING_ROWS = {
+  "automodel": [[0, 0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1, 1]],
+  "specforge": [[0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1]],
+  "speculators": [[0, 0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 1, 1]],
+  "speculators_non_causal": [[0, 0, 1, 1, 0, 1, 1]] * 2,
+}
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_each_convention_shows_what_its_tool_shows(convention):
+  got = dense(
+    [[4]],
+    [[True]],
+    context_length=5,
+    block_size=2,
+    is_causal=False,
+    window=2,
+    convention=convention,
+  )
+  np.testing.assert_array_equal(got[0], SLIDING_ROWS[convention])
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_window_that_reaches_the_start_is_none(convention, is_causal):
+  rule = {"context_length": 9, "block_size": 4, "is_causal": is_causal}
+  anchors, keep = [[0, 3, 8]], [[True] * 3]
+  wide = dense(anchors, keep, **rule, window=12, convention=convention)
+  full = dense(anchors, keep, **rule)
+  np.testing.assert_array_equal(wide[..., :9], full[..., :9])
+  # Slot 3 of the last block, at position 11, is the first to lose one.
+  less = dense(anchors, keep, **rule, window=11, convention=convention)
+  moves = attention_masks.WINDOW_CONVENTIONS[convention].moves_with_slot
+  assert (full[..., :9] & ~less[..., :9]).sum() == moves
+
+
+def test_a_window_begins_where_the_documented_example_says():
+  anchors = jnp.array([[6]])
+  for convention, want in (
+    ("automodel", [3, 4, 5]),
+    ("specforge", [3, 4, 5]),
+    ("speculators", [2, 2, 2]),
+    ("speculators_non_causal", [2, 2, 2]),
+  ):
+    got = attention_masks.window_starts(anchors, 3, 4, convention)
+    np.testing.assert_array_equal(got[0, 0], want)
+
+
 def test_the_documented_example_holds():
   got = dense(
     [[1, 2]], [[True, True]], context_length=3, block_size=2, is_causal=True
@@ -59,6 +138,20 @@ def test_the_documented_example_holds():
     [1, 1, 0, 0, 0, 1, 1],
   ]
   np.testing.assert_array_equal(got[0], np.array(want, bool))
+  for convention, contexts in (
+    ("specforge", [[0, 1, 0], [0, 0, 0]]),
+    ("speculators", [[1, 1, 0], [1, 1, 0]]),
+  ):
+    got = dense(
+      [[1, 2]],
+      [[True, True]],
+      context_length=3,
+      block_size=2,
+      is_causal=True,
+      window=2,
+      convention=convention,
+    )
+    np.testing.assert_array_equal(got[0, 2:, :3], contexts)
 
 
 def test_context_is_cut_at_the_anchor_and_not_at_the_block_index():
@@ -106,4 +199,11 @@ def test_prefix_shows_exactly_the_first_positions_of_each_row():
   for row in range(2):
     for column in range(2):
       want = [s < lengths[row, column] for s in range(4)]
+      np.testing.assert_array_equal(got[row, column], want)
+  starts = jnp.array([[0, 1], [1, -2]])
+  got = np.asarray(attention_masks.prefix(jnp.asarray(lengths), 4, starts))
+  for row in range(2):
+    for column in range(2):
+      begin, end = int(starts[row, column]), lengths[row, column]
+      want = [begin <= s < end for s in range(4)]
       np.testing.assert_array_equal(got[row, column], want)

@@ -63,6 +63,62 @@ def test_an_impossible_drafter_is_refused_by_name(changes, match):
   refused(tiny_models.drafter_config("dspine"), match, **changes)
 
 
+SLIDING = {
+  "layer_types": ("full_attention", "sliding_attention"),
+  "sliding_window": 8,
+}
+
+
+@pytest.mark.parametrize(
+  ("changes", "match"),
+  [
+    ({"sliding_window": None}, "sliding_window=None: does not fit layer_types"),
+    ({"layer_types": ()}, r"sliding_window=8: does not fit layer_types=\(\)"),
+    ({"layer_types": ("full_attention",) * 2}, "sliding_window=8: does not"),
+    ({"layer_types": ("sliding_attention",)}, "one for each of num_layers=2"),
+    ({"layer_types": ("sliding", "full")}, "layer_types=.*: not all in"),
+    ({"sliding_window": 4}, "sliding_window=4: .* at least block_size=5"),
+    (
+      {"sliding_window_convention": "vllm"},
+      "sliding_window_convention='vllm': not in .*speculators",
+    ),
+  ],
+)
+def test_an_impossible_window_is_refused_by_name(changes, match):
+  cfg = tiny_models.drafter_config("dflash", **SLIDING)
+  refused(cfg, match, **changes)
+
+
+def test_a_convention_without_a_window_is_refused():
+  match = "sliding_window_convention='specforge': needs a sliding_window"
+  cfg = tiny_models.drafter_config("dflash")
+  refused(cfg, match, sliding_window_convention="specforge")
+
+
+@pytest.mark.parametrize("method", sorted(configs.CONVENTIONS))
+def test_every_method_takes_windows_and_either_causality(method):
+  # Heads of a released width fit into this target.
+  target = tiny_models.target_config(
+    num_layers=36, hidden_size=1024, vocab_size=1100
+  )
+  sizes = {"num_layers": 3, "mask_token_id": 60, "block_size": 8}
+  own = configs.conventions(method).is_causal
+  for is_causal, want in ((None, own), (True, True), (False, False)):
+    cfg = configs.drafter_for(target, method, is_causal=is_causal, **sizes)
+    assert cfg.is_causal == want
+    assert cfg.layer_types == () and cfg.sliding_window is None
+  cfg = configs.drafter_for(
+    target,
+    method,
+    sliding_window=9,
+    sliding_window_convention="specforge",
+    **sizes,
+  )
+  assert cfg.layer_types == ("sliding_attention",) * 3
+  assert cfg.sliding_window == 9
+  assert cfg.sliding_window_convention == "specforge"
+
+
 @pytest.mark.parametrize(
   ("changes", "match"),
   [
@@ -190,7 +246,7 @@ def test_a_drafter_takes_widths_taps_and_conventions():
 @pytest.mark.parametrize(
   ("method", "proposals", "gamma", "options"),
   [
-    ("dflash", 7, 4.0, None),
+    ("dflash", 7, 4.0, configs.DFlashOptions()),
     ("dflash2", 7, 4.0, configs.DFlash2Options()),
     ("domino", 8, 7.0, configs.DominoOptions()),
     ("dspark", 8, 4.0, configs.DSparkOptions()),
@@ -212,13 +268,17 @@ def test_a_method_takes_its_released_conventions(
   )
   assert (cfg.num_proposals, cfg.decay_gamma) == (proposals, gamma)
   assert cfg.is_causal == (method == "dspine")
-  for name in ("dflash2", "domino", "dspark", "dspine"):
+  for name in configs.CONVENTIONS:
     assert getattr(cfg, name) == (options if name == method else None)
 
 
 @pytest.mark.parametrize(
   ("options", "changes", "match"),
   [
+    ("DFlashOptions", {"objective": "kl"}, "objective='kl': not in"),
+    ("DFlashOptions", {"ce_weight": 1.5}, "ce_weight=1.5: must lie"),
+    ("DFlashOptions", {"d_pace_alpha": -0.1}, "d_pace_alpha=-0.1: must lie"),
+    ("DFlash2Options", {"objective": "tv"}, "objective='tv': not in"),
     ("DFlash2Options", {"selector_rank": 0}, "selector_rank=0: must be"),
     ("DFlash2Options", {"conv_kernel_size": 0}, "conv_kernel_size=0"),
     ("DFlash2Options", {"final_logit_softcapping": 0.0}, "softcapping=0.0"),

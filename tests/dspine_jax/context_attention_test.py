@@ -33,6 +33,24 @@ def finished(part):
   return attention.merge(part, own, dtype=jnp.float32)
 
 
+def windows(visible, moves):
+  """Starts of a window of seven positions, the same or later by the slot."""
+  offsets = jnp.arange(SLOTS) if moves else jnp.zeros((SLOTS,), jnp.int32)
+  return visible[..., None] + offsets[None, None] - 7
+
+
+def textbook(q, k, v, visible, starts):
+  """Softmax over the whole masked context and one key of score zero."""
+  k, v = (jnp.repeat(part, HEADS // GROUPS, axis=1) for part in (k, v))
+  scores = jnp.einsum("bnkqh,bqsh->bnqks", q, k) / WIDTH**0.5
+  at = jnp.arange(KEYS)[None, None, None]
+  seen = (at >= starts[..., None]) & (at < visible[..., None, None])
+  scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+  scores = jnp.pad(scores, [(0, 0)] * 4 + [(0, 1)])
+  v = jnp.pad(v, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1.0)
+  return jnp.einsum("bnqks,bqsh->bnkqh", jax.nn.softmax(scores), v)
+
+
 @pytest.fixture(params=["whole", "tiles", "single_blocks"])
 def tiling(request, monkeypatch):
   if request.param != "whole":
@@ -73,6 +91,31 @@ def test_gradients_equal_those_of_every_block_by_itself(tiling):
   got = jax.grad(total(context_attention.context_attention), (0, 1, 2))(q, k, v)
   want = jax.grad(total(dense), (0, 1, 2))(q, k, v)
   for a, b in zip(got, want, strict=True):
+    assert np.abs(b).max() > 0.1
+    np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_windows_and_their_gradients_equal_textbook_attention(tiling, moves):
+  q, k, v, visible = case()
+  # Blocks that see nothing, less than a window, and only a window.
+  visible = jnp.stack([jnp.array([0, 1, 3, 9, 30, 50]), visible[1]])
+  starts = windows(visible, moves)
+
+  def total(attend):
+    def value(q, k, v):
+      out = attend(q, k, v, visible, starts)
+      return jnp.sum(jnp.sin(out)), out
+
+    return jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
+
+  def tiled(*arguments):
+    return finished(context_attention.context_attention(*arguments))
+
+  (_, got), got_grads = total(tiled)(q, k, v)
+  (_, want), want_grads = total(textbook)(q, k, v)
+  np.testing.assert_allclose(got, want, atol=2e-6)
+  for a, b in zip(got_grads, want_grads, strict=True):
     assert np.abs(b).max() > 0.1
     np.testing.assert_allclose(a, b, atol=3e-6)
 

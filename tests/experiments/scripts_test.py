@@ -109,7 +109,17 @@ def train(root, target, answers, method, **flags):
 
 @pytest.fixture(name="dflash", scope="module")
 def fixture_dflash(root, target, answers):
-  return train(root, target, answers, "dflash", accumulation=2)
+  return train(
+    root,
+    target,
+    answers,
+    "dflash",
+    accumulation=2,
+    objective="forward_kl",
+    block_attention="causal",
+    sliding_window=40,
+    sliding_window_convention="speculators",
+  )
 
 
 @pytest.fixture(name="dspine", scope="module")
@@ -191,9 +201,15 @@ def test_train_drafter_writes_a_drafter_metrics_and_tensorboard(
   assert (loaded.cfg.method, loaded.cfg.hidden_size) == (method, WIDTH)
   rows = run_io.read_metrics(path / "metrics.jsonl")
   assert [row["step"] for row in rows] == list(range(STEPS))
-  terms = {"ce"}
-  if method == "dspine":
-    terms |= {"l1", "refinement", "alignment"}
+  if method == "dflash":
+    cfg = loaded.cfg
+    assert cfg.is_causal and cfg.layer_types == ("sliding_attention",) * 2
+    assert cfg.sliding_window == 40
+    assert cfg.sliding_window_convention == "speculators"
+    assert cfg.dflash.objective == "forward_kl"
+    terms = {"ce", "kl"}
+  else:
+    terms = {"ce", "l1", "refinement", "alignment"}
   means = {"accuracy", "base_accuracy", "coverage", "expected_advancement"}
   per_slot = {f"slot_accuracy/{i}" for i in range(1, BLOCK)}
   norms = {"loss", "grad_norm", "param_norm", "step"}

@@ -61,7 +61,45 @@ PARSED_8B = configs.DrafterConfig(
   mask_token_id=151669,
   target_layer_ids=(1, 9, 17, 25, 33),
   num_target_layers=36,
+  dflash=configs.DFlashOptions(),
 )
+
+
+SLIDING = {
+  "layer_types": ["sliding_attention"] * 5,
+  "sliding_window": 2048,
+  "use_sliding_window": True,
+}
+
+
+@pytest.mark.parametrize(
+  ("more", "convention"),
+  [
+    # As z-lab releases them.
+    ({}, "automodel"),
+    ({"sliding_window_non_causal": False}, "speculators"),
+    ({"sliding_window_non_causal": True}, "speculators_non_causal"),
+    ({"sliding_window_convention": "specforge"}, "specforge"),
+    ({"layer_types": ["full_attention"] * 5}, None),
+  ],
+)
+def test_sliding_layers_are_read_with_their_convention(more, convention):
+  want = PARSED_8B
+  if convention is not None:
+    want = dataclasses.replace(
+      PARSED_8B,
+      layer_types=("sliding_attention",) * 5,
+      sliding_window=2048,
+      sliding_window_convention=convention,
+    )
+  assert drafter_folder.drafter_config(DFLASH_8B | SLIDING | more) == want
+
+
+def test_layer_types_are_enough_for_a_window():
+  config = DFLASH_8B | SLIDING
+  del config["use_sliding_window"]
+  got = drafter_folder.drafter_config(config)
+  assert got == drafter_folder.drafter_config(DFLASH_8B | SLIDING)
 
 
 def test_a_released_dflash_config_parses_to_its_values():
@@ -76,6 +114,7 @@ def test_a_dspine_config_without_options_takes_the_released_ones(tied):
     PARSED_8B,
     method="dspine",
     is_causal=True,
+    dflash=None,
     dspine=configs.DSpineOptions(
       transfer_rank=1024,
       message_size=512,
@@ -126,7 +165,28 @@ def test_newer_files_keep_the_block_size_in_the_nested_config():
     ({"head_dim": None}, "key 'head_dim' is missing"),
     ({"dflash_config": None}, "key 'mask_token_id' is missing"),
     ({"attention_bias": True}, "attention_bias=True is not implemented"),
-    ({"use_sliding_window": True}, "use_sliding_window=true"),
+    (
+      {"use_sliding_window": True, "layer_types": None},
+      "use_sliding_window=true needs layer_types",
+    ),
+    (
+      {"layer_types": ["sliding_attention"] * 5, "sliding_window": 2048},
+      "use_sliding_window=false does not fit layer_types=",
+    ),
+    (SLIDING | {"sliding_window": None}, "sliding_window=None: does not fit"),
+    (SLIDING | {"sliding_window": 8}, "sliding_window=8: .* block_size=16"),
+    (
+      SLIDING | {"layer_types": ["sliding_attention"] * 4},
+      "layer_types=.*one for each of num_layers=5",
+    ),
+    (
+      SLIDING | {"layer_types": ["chunked_attention"] * 5},
+      "layer_types=.*not all in",
+    ),
+    (
+      SLIDING | {"sliding_window_convention": "vllm"},
+      "sliding_window_convention='vllm': not in",
+    ),
     (
       {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
       "rope scaling 'yarn' is not implemented",
@@ -180,6 +240,8 @@ def test_impossible_dspine_options_are_refused_with_their_file(options, match):
     {"rope_scaling": configs.RopeScaling(factor=4.0), "rms_norm_eps": 1e-5},
     {"decay_gamma": 3.5},
     {"sample_from_anchor": True},
+    {"dflash": {"objective": "d_pace", "d_pace_alpha": 0.25}},
+    {"dflash": {"objective": "ce_l1", "ce_weight": 0.5}},
   ],
   ids=lambda changes: ",".join(changes) or "plain",
 )
@@ -367,5 +429,8 @@ def test_the_written_config_is_one_that_hugging_face_reads(tmp_path):
   assert config["model_type"] == "qwen3" and config["dtype"] == "bfloat16"
   assert config["dflash_config"]["target_layer_ids"] == [0, 2]
   assert config["layer_types"] == ["full_attention"] * 2
+  assert config["use_sliding_window"] is False
+  assert config["sliding_window"] is None
+  assert "sliding_window_convention" not in config
   assert config["is_causal"] is True
   assert config["dspine_config"]["top_k"] == setup.cfg.dspine.top_k

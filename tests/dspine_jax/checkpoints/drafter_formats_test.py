@@ -13,7 +13,7 @@ from dspine_jax.checkpoints import drafter_folder, drafter_formats, tensors
 from dspine_jax.drafters import methods
 from tests import tiny_models
 
-METHODS = sorted(tiny_models.OPTIONS)
+METHODS = sorted(methods.DRAFTERS)
 LAYERS = {
   "head_dim": 128,
   "hidden_size": 2560,
@@ -177,7 +177,12 @@ def test_impossible_configs_are_refused_with_their_file(config, match):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_is_written_and_read_back(method):
   changes = {
-    "dflash2": {"output_multiplier": 0.5, "final_logit_softcapping": 9.0},
+    "dflash": {"objective": "forward_kl", "ce_weight": 0.2},
+    "dflash2": {
+      "objective": "d_pace",
+      "output_multiplier": 0.5,
+      "final_logit_softcapping": 9.0,
+    },
     "domino": {"pure_draft_prefix_len": 2, "lambda_decay_ratio": 0.5},
     "dspark": {"markov_head_type": "gated", "confidence_threshold": 0.3},
     "dspine": {
@@ -194,6 +199,47 @@ def test_every_option_is_written_and_read_back(method):
       )
       text = json.dumps(drafter_folder.drafter_json(cfg))
       assert parse(json.loads(text)) == cfg
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_causality_and_windows_are_written_and_read_back(method, is_causal):
+  for convention in (None, *tiny_models.WINDOWS):
+    changes = {} if convention is None else tiny_models.windowed(convention)
+    cfg = tiny_models.drafter_config(method, is_causal=is_causal, **changes)
+    written = drafter_folder.drafter_json(cfg)
+    assert written["is_causal"] == is_causal
+    assert written["use_sliding_window"] == bool(changes)
+    forms = [written]
+    if method == "dspark":
+      forms.append(drafter_formats.nest_dspark(written))
+    for form in forms:
+      assert parse(json.loads(json.dumps(form))) == cfg
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_file_that_does_not_tell_its_causality_has_the_methods(method):
+  cfg = tiny_models.drafter_config(method)
+  for change in ({}, {"is_causal": None}):
+    written = drafter_folder.drafter_json(cfg)
+    del written["is_causal"]
+    assert parse(written | change) == cfg
+
+
+def test_a_released_dflash2_slides_in_all_layers():
+  # Keys as z-lab writes them; it names no convention.
+  got = parse(
+    DFLASH2
+    | {
+      "layer_types": ["sliding_attention"] * 5,
+      "max_window_layers": 5,
+      "sliding_window": 2048,
+      "use_sliding_window": True,
+    }
+  )
+  assert got.layer_types == ("sliding_attention",) * 5
+  assert got.sliding_window == 2048 and not got.is_causal
+  assert got.sliding_window_convention == "automodel"
 
 
 @pytest.mark.parametrize("method", sorted(RELEASED))

@@ -43,10 +43,15 @@ def drafter_config(method, **changes):
   return tiny_models.drafter_config(method, **(fields | changes))
 
 
+# A window that begins inside most contexts here.
+WINDOW = tiny_models.windowed("speculators") | {"sliding_window": 4}
+
+
 @functools.cache
 def models(method, seed=1):
   target = decoding_oracles.target(TARGET, seed)
-  cfg = drafter_config(method)
+  changes = WINDOW if method == "windowed" else {}
+  cfg = drafter_config("dflash" if changes else method, **changes)
   return target, decoding_oracles.drafter(cfg, target.tables, seed + 1)
 
 
@@ -66,8 +71,10 @@ def assert_equal(got, want):
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspine"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+  ("method", "seed"),
+  [("dflash", 1), ("dflash", 2), ("dspine", 1), ("dspine", 2), ("windowed", 1)],
+)
 def test_rounds_equal_those_of_a_plain_loop_without_cache(method, seed):
   target, drafter = models(method, seed)
   arguments = request(seed)

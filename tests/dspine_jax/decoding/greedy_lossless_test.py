@@ -32,10 +32,18 @@ FREE = configs.DecodeConfig(max_new_tokens=MAX_NEW + LARGEST_BLOCK)
 # order 5: a smaller margin may be decided by rounding.
 ROUNDING = 1e-5
 
+# Cases that are not methods of their own: which one, and what is changed.
+_UNREFINED = {"transfer_rank": 10, "refines": False}
+VARIANTS = {
+  "scripted": ("dflash", {}),
+  "windowed": ("dflash", tiny_models.windowed("specforge")),
+  "flipped": ("dspine", {"is_causal": False}),
+  "unrefined": ("dspine", {"dspine": _UNREFINED}),
+}
 FAST = [
   ("scripted", 4, 8, 8),
+  *[(name, 4, 8, 1) for name in ("windowed", "flipped", "unrefined")],
   ("dspine", 8, 8, 3),
-  ("unrefined", 4, 8, 1),
   *[(method, 4, 8, 1) for method in ("dflash2", "domino", "dspark")],
 ]
 SLOW = [
@@ -70,15 +78,9 @@ def random_case(rng, batch):
   )
 
 
-# Cases that are not methods of their own: which one, and its options.
-MADE_OF = {
-  "scripted": ("dflash", {}),
-  "unrefined": ("dspine", {"refines": False}),
-}
-
-
 def drafter_config(name, block):
-  method, options = MADE_OF.get(name, (name, {}))
+  method, changes = VARIANTS.get(name, (name, {}))
+  dspine = {"transfer_rank": 10, "replacement_layers": 1}
   cfg = tiny_models.drafter_config(
     method,
     vocab_size=VOCAB,
@@ -87,7 +89,7 @@ def drafter_config(name, block):
     mask_token_id=VOCAB - 1,
     target_layer_ids=(0, 1),
     num_target_layers=TARGET.num_layers,
-    dspine={"transfer_rank": 10, "replacement_layers": 1} | options,
+    **{"dspine": dspine, **changes},
   )
   return cfg if name != "scripted" else dataclasses.replace(cfg, method=name)
 

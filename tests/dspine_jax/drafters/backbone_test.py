@@ -23,7 +23,17 @@ def with_features(batch, row, position, value):
   return batch.replace(context_features=features)
 
 
-@pytest.mark.parametrize("cfg", [CFG, CAUSAL], ids=["bidirectional", "causal"])
+SLIDING = [
+  tiny_models.drafter_config("dflash", **tiny_models.windowed(convention))
+  for convention in sorted(tiny_models.WINDOWS)
+]
+
+
+@pytest.mark.parametrize(
+  "cfg",
+  [CFG, CAUSAL, *SLIDING],
+  ids=["bidirectional", "causal", *sorted(tiny_models.WINDOWS)],
+)
 def test_split_attention_equals_one_dense_masked_attention(cfg):
   setup, batch = tiny_models.drafter(cfg), tiny_models.train_batch(cfg)
   got = hidden(setup)

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -5,7 +6,7 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from dspine_jax import configs
+from dspine_jax import configs, method_options
 from dspine_jax.drafters import contract, dflash
 from tests import oracles, tiny_models
 
@@ -40,7 +41,10 @@ def supervision():
     predecessors=jnp.zeros(labels.shape, jnp.int32),
     valid=jnp.asarray(valid),
     weights=jnp.asarray(weights, jnp.float32),
-    teacher=jnp.zeros((*labels.shape, CFG.hidden_size)),
+    teacher=jnp.asarray(
+      0.7 * np.random.default_rng(2).standard_normal((*labels.shape, 24)),
+      jnp.float32,
+    ),
   )
 
 
@@ -54,8 +58,10 @@ def logits():
   return states @ np.asarray(HEAD, np.float64).T
 
 
-@functools.partial(jax.jit, static_argnames="chunk_size")
-def loss_and_grad(hidden, head, supervision, denominator, *, chunk_size):
+@functools.partial(jax.jit, static_argnames=("chunk_size", "cfg"))
+def loss_and_grad(
+  hidden, head, supervision, denominator, *, chunk_size, cfg=CFG
+):
   def loss(hidden, head):
     return dflash.loss(
       SETUP.params,
@@ -63,7 +69,7 @@ def loss_and_grad(hidden, head, supervision, denominator, *, chunk_size):
       contract.TargetTables(embedding=head, head=head),
       contract.DrafterOutput(hidden=hidden),
       supervision,
-      cfg=CFG,
+      cfg=cfg,
       window=contract.LossWindow(
         denominator=denominator,
         ce_scale=None,
@@ -75,13 +81,14 @@ def loss_and_grad(hidden, head, supervision, denominator, *, chunk_size):
   return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, head)
 
 
-def evaluate(denominator, chunk_size=3):
+def evaluate(denominator, chunk_size=3, cfg=CFG):
   return loss_and_grad(
     hidden(),
     HEAD,
     supervision(),
     jnp.asarray(denominator, jnp.float32),
     chunk_size=chunk_size,
+    cfg=cfg,
   )
 
 
@@ -126,6 +133,72 @@ def test_chunks_change_neither_the_loss_nor_its_gradient(chunk_size):
   assert float(value) == pytest.approx(float(want), rel=1e-6)
   np.testing.assert_allclose(grad, want_grad, atol=1e-6)
   np.testing.assert_array_equal(report.hits, want_report.hits)
+
+
+def expected(name, ce_weight, alpha):
+  """Loss and its gradient by the logits, [B, N, P(, V)], slot by slot."""
+  given, head = tiny_models.host(supervision()), np.asarray(HEAD, np.float64)
+  value = np.zeros(given.weights.shape)
+  slope = np.zeros((*value.shape, len(head)))
+  for block in np.ndindex(*value.shape[:2]):
+    q = oracles.softmax(logits()[block])
+    p = oracles.softmax(np.asarray(given.teacher[block], np.float64) @ head.T)
+    labels = given.labels[block]
+    ce = np.array([-np.log(row[y]) for row, y in zip(q, labels, strict=True)])
+    ce_slope = q - np.eye(len(head))[labels]
+    sign = np.sign(q - p)
+    l1 = np.abs(q - p).sum(axis=-1)
+    l1_slope = q * (sign - (q * sign).sum(axis=-1, keepdims=True))
+    share, weight = ce_weight, given.weights[block].astype(np.float64)
+    if name == "forward_kl":
+      one, one_slope = (p * np.log(p / q)).sum(axis=-1), q - p
+    elif name == "ce_l1":
+      one = share * ce + (1 - share) * l1
+      one_slope = share * ce_slope + (1 - share) * l1_slope
+    else:
+      one, one_slope = ce, ce_slope
+    if name == "d_pace":
+      # Constants: the gradient does not go through them.
+      weight = oracles.d_pace_weights(ce, given.valid[block], alpha)
+    value[block], slope[block] = weight * one, weight[:, None] * one_slope
+  return value, slope
+
+
+@pytest.mark.parametrize(
+  ("name", "term"),
+  [("forward_kl", "kl"), ("d_pace", "d_pace"), ("ce_l1", "l1")],
+)
+def test_every_objective_is_the_hand_computed_one(name, term):
+  options = {"ce_weight": 0.3, "d_pace_alpha": 0.25}
+  value, slope = expected(name, *options.values())
+  cfg = dataclasses.replace(
+    CFG, dflash=configs.DFlashOptions(objective=name, **options)
+  )
+  (got, report), (from_hidden, from_head) = evaluate(9.0, cfg=cfg)
+  assert float(got) == pytest.approx(value.sum() / 9, rel=VALUE_TOLERANCE)
+  want = slope @ np.asarray(HEAD, np.float64) / 9
+  np.testing.assert_allclose(from_hidden[:, :, 1:], want, atol=1e-5)
+  assert not from_head.any()
+  ce, _ = expected("cross_entropy", *options.values())
+  assert float(report.sums["ce"]) == pytest.approx(ce.sum(), rel=1e-5)
+  if name == "ce_l1":
+    l1 = (value.sum() - 0.3 * ce.sum()) / 0.7
+    assert float(report.sums["l1"]) == pytest.approx(l1, rel=1e-5)
+  else:
+    assert float(report.sums[term]) == pytest.approx(value.sum(), rel=1e-5)
+  # The argmax decides what is a hit, whatever is minimised.
+  (_, plain), _ = evaluate(9.0)
+  np.testing.assert_array_equal(report.hits, plain.hits)
+  assert abs(value.sum() - ce.sum()) > 1
+
+
+def test_every_named_objective_exists():
+  assert tuple(dflash.OBJECTIVES) == method_options.OBJECTIVES
+
+
+def test_a_drafter_without_its_options_is_told():
+  with pytest.raises(ValueError, match="dflash=None: method 'dflash' needs"):
+    dflash.options_of(dataclasses.replace(CFG, dflash=None))
 
 
 def test_supervision_continues_after_a_hole():

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
+from dspine_jax import kv_cache
+from dspine_jax.decoding import round as round_lib
 from dspine_jax.drafters import backbone, contract, dspine
 from tests import oracles, tiny_models
 
@@ -67,6 +69,62 @@ def test_a_trained_block_equals_the_block_alone(method, row, block):
     np.testing.assert_allclose(
       trained[row, block], inferred[0, 0], atol=TOLERANCE
     )
+
+
+def from_cache(setup, row, block):
+  """One block over a cache that was written in two pieces, and has more room.
+
+  What lies behind the context is the part of the row that a verification
+  computed and the round did not accept.
+  """
+  cfg, batch = setup.cfg, tiny_models.train_batch(setup.cfg)
+  anchor = int(ANCHORS[row, block])
+  drafter = round_lib.DrafterModel(setup.params, setup.buffers, cfg)
+  features = batch.context_features[row : row + 1]
+  stacked = not isinstance(setup.params["backbone"]["layers"], tuple)
+
+  def single(drafter, features, token):
+    cache = kv_cache.init(
+      cfg, 1, tiny_models.LENGTH, num_layers=cfg.num_layers, stacked=stacked
+    )
+    first = anchor // 2
+    cache = round_lib.write_context(drafter, cache, features[:, :first])
+    cache = kv_cache.advance(cache, jnp.array([first]))
+    cache = round_lib.write_context(drafter, cache, features[:, first:])
+    cache = kv_cache.advance(cache, jnp.array([anchor - first]))
+    inputs = contract.BlockInputs(
+      anchors=cache.lengths[:, None],
+      keep=jnp.ones((1, 1), bool),
+      tokens=jnp.broadcast_to(token, (1, 1, SIZE)),
+      context=cache.layers,
+    )
+    return setup.method.forward(
+      drafter.params, drafter.buffers, setup.tables, inputs, cfg=cfg
+    )
+
+  return jax.jit(single)(drafter, features, batch.tokens[row, anchor])
+
+
+@pytest.mark.parametrize(
+  ("convention", "method", "scan", "row", "block"),
+  [
+    ("automodel", "dflash", False, 0, 2),
+    ("automodel", "domino", True, 0, 3),
+    ("specforge", "dflash2", True, 0, 3),
+    ("speculators", "dspark", False, 0, 2),
+    ("speculators_non_causal", "dspine", True, 1, 1),
+  ],
+)
+def test_a_trained_block_with_windows_equals_the_block_over_a_cache(
+  convention, method, scan, row, block
+):
+  changes = tiny_models.windowed(convention)
+  assert ANCHORS[row, block] > changes["sliding_window"]
+  setup = tiny_models.drafter(tiny_models.drafter_config(method, **changes))
+  whole = tiny_models.run(setup).output.hidden[row, block]
+  setup = tiny_models.stacked(setup) if scan else setup
+  single = from_cache(setup, row, block).hidden[0, 0]
+  np.testing.assert_allclose(single, whole, atol=3e-5)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

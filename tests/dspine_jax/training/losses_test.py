@@ -48,6 +48,43 @@ def test_l1_is_twice_the_total_variation():
   assert float(disjoint) == 2
 
 
+def test_forward_kl_is_the_teachers_mean_log_ratio():
+  p, q = distributions(3), distributions(4)
+  log_p, log_q = (jnp.asarray(np.log(x), jnp.float32) for x in (p, q))
+  want = (p * np.log(p / q)).sum(axis=-1)
+  got = losses.forward_kl(log_p, log_q)
+  np.testing.assert_allclose(got, want, rtol=TOLERANCE * 5)
+  assert want.min() > 0.1
+  np.testing.assert_allclose(losses.forward_kl(log_q, log_q), 0.0, atol=1e-7)
+
+
+def test_d_pace_weighs_a_slot_by_all_that_comes_through_it():
+  # Confidences 1/2, 1 and 1/4 with alpha 1/2: s = 3/4, 1, 5/8.
+  ce = jnp.asarray(-np.log([0.5, 1.0, 0.25]), jnp.float32)
+  reached = [0.75, 0.75, 0.75 * 0.625]
+  got = losses.d_pace_weights(ce, jnp.array([True] * 3), 0.5)
+  np.testing.assert_allclose(got, np.cumsum(reached[::-1])[::-1], rtol=1e-6)
+  # A slot without supervision changes no other, and weighs nothing.
+  got = losses.d_pace_weights(ce, jnp.array([True, False, True]), 0.5)
+  want = [0.75 + 0.75 * 0.625, 0.0, 0.75 * 0.625]
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_d_pace_weights_agree_with_a_loop_over_slots(alpha):
+  rng = np.random.default_rng(5)
+  ce, valid = rng.exponential(1.0, (2, 3, 6)), rng.random((2, 3, 6)) < 0.7
+  got = losses.d_pace_weights(
+    jnp.asarray(ce, jnp.float32), jnp.asarray(valid), alpha
+  )
+  for where in np.ndindex(2, 3):
+    want = oracles.d_pace_weights(ce[where], valid[where], alpha)
+    np.testing.assert_allclose(got[where], want, rtol=1e-5)
+  if alpha == 1:
+    left = np.cumsum(valid[..., ::-1], axis=-1)[..., ::-1] * valid
+    np.testing.assert_allclose(got, left, rtol=1e-6)
+
+
 def test_dividing_by_zero_gives_zero_and_no_nan_gradient():
   assert float(losses.safe_divide(3.0, jnp.asarray(0.0))) == 0
   assert float(losses.safe_divide(3.0, jnp.asarray(1.5))) == 2
