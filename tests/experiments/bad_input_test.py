@@ -203,7 +203,8 @@ def test_a_folder_of_turns_is_told_by_file_and_line(tiny, tmp_path):
   folder = tmp_path / "prompts"
   folder.mkdir()
   run = tmp_path / "run"
-  options = {"prompts": folder, "corpus": None}
+  options = {"prompts": folder, "corpus": None, "prompt_tokens": 64}
+  options["longest_prompt"] = 64
   error = fail(tiny, "make_answers", run, **options)
   assert error.startswith(f"--prompts={folder}: train.jsonl and a file")
   (folder / "train.jsonl").write_text('{"turns": ["hello"]}\n')
