@@ -32,7 +32,9 @@ from experiments import run_io, targets
 from experiments.stages import (
   answers,
   comparison,
+  comparison_tables,
   plots,
+  published,
   round_parts,
   timing,
   training,
@@ -87,26 +89,12 @@ _GRU = flags.DEFINE_integer("gru_hidden_dim", 128, "Domino: width of the GRU.")
 _SPEED_BATCHES = flags.DEFINE_list(
   "speed_batches", ["1", "4", "16"], "Batch sizes to time; empty: none."
 )
+_SPEED_BENCHMARK = flags.DEFINE_string(
+  "speed_benchmark", None, "Whose prompts are timed; default: the first."
+)
 _SPEED_PROMPTS = flags.DEFINE_integer(
   "speed_prompts", 16, "Prompts that are timed.", lower_bound=1
 )
-
-# What the releases use: slots of a block, the anchor's included, and how they
-# draft and accept above temperature 0 (baselines, sections 1 and 7).
-RELEASED_BLOCKS = {
-  "dflash": 16,
-  "domino": 16,
-  "dspark": 7,
-  "dflash2": 8,
-  "dspine": 16,
-}
-OWN_RULES = {
-  "dflash": {"rule": "exact_match", "proposal": "greedy"},
-  "domino": {"rule": "exact_match", "proposal": "sampled"},
-  "dflash2": {"rule": "rejection", "proposal": "candidates"},
-}
-# Advancement of DSpine over the other, mean of seven benchmarks (dspine, 8).
-PAPER_GAINS = {"dflash": 1.278, "dflash2": 1.098}
 
 
 class Entry(NamedTuple):
@@ -147,7 +135,9 @@ def main(unused_argv):
   temperatures = answers.parse_temperatures(_TEMPERATURES.value)
   target = targets.load(_TARGET.value)
   block = _BLOCK.value
-  own_blocks = [Entry(m, RELEASED_BLOCKS.get(m, block)) for m in _METHODS.value]
+  own_blocks = [
+    Entry(m, published.BLOCKS.get(m, block)) for m in _METHODS.value
+  ]
   tables = [
     Table(f"block {block}", [Entry(m, block) for m in _METHODS.value], seeds),
     Table("released block sizes", own_blocks, released),
@@ -187,6 +177,11 @@ def main(unused_argv):
   benchmarks = training.load_benchmarks(
     _ANSWERS.value, _BENCHMARKS.value, target, limit=_EVAL.value
   )
+  timed = _SPEED_BENCHMARK.value or next(iter(benchmarks))
+  if timed not in benchmarks:
+    raise ValueError(
+      f"--speed_benchmark={timed}: not among {sorted(benchmarks)}"
+    )
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
     config={
@@ -289,7 +284,7 @@ def main(unused_argv):
     }
     lines = []
     for entry in table.entries:
-      rule = OWN_RULES.get(entry.method)
+      rule = published.RULES.get(entry.method)
       own = {
         t: decode(entry, table.seeds[:1], t, **rule)
         for t in temperatures
@@ -324,7 +319,6 @@ def main(unused_argv):
       }
     )
   run_io.write_json(work_dir.path / "results.json", results)
-  first = next(iter(benchmarks.values()))
   for table, found in zip(tables, results["tables"], strict=True):
     for entry, line in zip(table.entries, found["methods"], strict=True):
       line["speed"] = {
@@ -332,13 +326,13 @@ def main(unused_argv):
           work_dir.path / "speed" / f"{entry.name}_batch{batch}.json",
           target,
           drafter(entry, table.seeds[0]),
-          first,
+          benchmarks[timed],
           batch,
         )
         for batch in batches
       }
   run_io.write_json(work_dir.path / "results.json", results)
-  text = markdown(results, batches, temperatures)
+  text = comparison_tables.markdown(results, batches, temperatures)
   (work_dir.path / "table.md").write_text(text)
   draw(work_dir, results, temperatures)
   print(text)
@@ -402,7 +396,9 @@ def proxy_correlation(lines) -> dict[str, float]:
       np.concatenate([line[name][key] for line in lines])
       for name in ("proxy", "by_seed")
     ]
-    found[key] = float(np.corrcoef(pairs)[0, 1])
+    # Two points always lie on a line.
+    many = len(pairs[0]) > 2
+    found[key] = float(np.corrcoef(pairs)[0, 1]) if many else float("nan")
   return found
 
 
@@ -437,137 +433,6 @@ def time_cell(path, target, drafter, prompts, batch: int) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     run_io.write_json(path, found)
   return hf_config.read_json(path)
-
-
-def markdown(results, batches, temperatures) -> str:
-  """All tables as text."""
-  prompts = results["prompts"].values()
-  parts = [
-    f"Target {results['target']}, {results['steps']} steps,"
-    f" {results['training_answers']} answers,"
-    f" {sum(one['all'] for one in prompts)} prompts"
-    f" ({sum(one['looping'] for one in prompts)} looping);"
-    " mean advancement with 95 % intervals over seeds and prompts."
-  ]
-  for table in results["tables"]:
-    lines = table["methods"]
-    seeds = ", ".join(map(str, table["seeds"]))
-    parts.append(f"## {table['title']}, seeds {seeds}")
-    parts.append(advancement_table(lines, temperatures))
-    correlations = ", ".join(
-      f"{r:.3f} at {key}" for key, r in table["proxy_correlation"].items()
-    )
-    parts.append(
-      "Expected: the teacher-forced proxy. Its correlation with the measured"
-      f" advancement over methods and seeds is {correlations}."
-    )
-    if batches:
-      parts.append(speed_table(lines, batches))
-    parts.append(gain_table(table["gains"], lines, temperatures))
-    if len(results["prompts"]) > 1:
-      parts.append(benchmark_table(lines, results["prompts"], temperatures))
-  return "\n\n".join(parts) + "\n"
-
-
-def advancement_table(lines, temperatures) -> str:
-  """Advancement of each method, its groups, and its own rule's."""
-  headers = ["method", "proposals"]
-  for temperature in temperatures:
-    headers += [f"T={temperature:g}", "expected"]
-    if temperature == 0:
-      headers += ["non-looping", "looping", "equal outputs"]
-    else:
-      headers.append(f"own rule at T={temperature:g} (*)")
-  rows = []
-  for line in lines:
-    row = [line["method"], line["proposals"]]
-    for temperature in temperatures:
-      key = f"T={temperature:g}"
-      groups = line["advancement"][key]
-      row += [
-        comparison.interval_text(groups["all"]),
-        f"{np.mean(line['proxy'][key]):.2f}",
-      ]
-      if temperature == 0:
-        row += [
-          comparison.interval_text(groups["non_looping"]),
-          comparison.interval_text(groups["looping"]),
-        ]
-        row.append(f"{line['lossless']['equal']}/{line['lossless']['prompts']}")
-      else:
-        own = line["own_rule"]["advancement"].get(key)
-        row.append(
-          "as left" if own is None else comparison.interval_text(own["all"])
-        )
-    rows.append(row)
-  rules = "; ".join(
-    f"{method}: {rule['rule'].replace('_', ' ')}, {rule['proposal']} draft"
-    for method, rule in OWN_RULES.items()
-  )
-  return (
-    run_io.markdown_table(rows, headers)
-    + f"\n\n(*) {rules}. Columns T > 0: rejection sampling with the default"
-    " proposal."
-  )
-
-
-def speed_table(lines, batches) -> str:
-  """Parameters, milliseconds of a round, tokens/s over autoregressive."""
-  headers = ["method", "backbone, M", "own part, M", "draft, ms", "round, ms"]
-  headers += [f"tokens/s over autoregressive, batch {b}" for b in batches]
-  rows = []
-  for line in lines:
-    counts = line["parameters"]
-    own = sum(n for part, n in counts.items() if part != "backbone")
-    parts = line["speed"].get("1", {}).get("part_seconds", {})
-    draft = sum(
-      parts[name] for name in parts if name not in ("verify", "commit", "round")
-    )
-    rows.append(
-      [
-        line["method"],
-        f"{counts['backbone'] / 1e6:.2f}",
-        f"{own / 1e6:.2f}",
-        f"{1e3 * draft:.2f}" if parts else "-",
-        f"{1e3 * parts['round']:.2f}" if parts else "-",
-        *(f"{line['speed'][str(batch)]['ratio']:.2f}" for batch in batches),
-      ]
-    )
-  return run_io.markdown_table(rows, headers)
-
-
-def gain_table(gains, lines, temperatures) -> str:
-  """The last method over the others, the paper's figure beside."""
-  headers = [f"{lines[-1]['method']} over"]
-  headers += [f"T={temperature:g}" for temperature in temperatures]
-  if 0 in temperatures:
-    headers.append("T=0, non-looping")
-  headers.append("paper, T=0")
-  rows = []
-  for line, by_temperature in zip(lines[:-1], gains.values(), strict=True):
-    row = [line["method"]]
-    row += [
-      comparison.interval_text(by_temperature[f"T={temperature:g}"]["all"])
-      for temperature in temperatures
-    ]
-    if 0 in temperatures:
-      row.append(comparison.interval_text(by_temperature["T=0"]["non_looping"]))
-    paper = PAPER_GAINS.get(line["method"])
-    is_published = lines[-1]["method"] == "dspine" and paper is not None
-    rows.append([*row, f"{paper:.3f}" if is_published else "-"])
-  return run_io.markdown_table(rows, headers)
-
-
-def benchmark_table(lines, prompts, temperatures) -> str:
-  """One column a benchmark, one row a method and temperature."""
-  headers = ["mean advancement", *prompts, "mean"]
-  rows = []
-  for temperature, line in itertools.product(temperatures, lines):
-    key = f"T={temperature:g}"
-    cells = [line["benchmarks"][key][name]["mean"] for name in prompts]
-    cells.append(line["advancement"][key]["all"]["mean"])
-    rows.append([f"{line['method']} {key}", *(f"{cell:.2f}" for cell in cells)])
-  return run_io.markdown_table(rows, headers)
 
 
 def draw(work_dir, results, temperatures) -> None:
