@@ -285,7 +285,7 @@ def main(unused_argv):
     lines = []
     for entry in table.entries:
       rule = published.RULES.get(entry.method)
-      own = {
+      by_rule = {
         t: decode(entry, table.seeds[:1], t, **rule)
         for t in temperatures
         if t > 0 and rule
@@ -298,7 +298,7 @@ def main(unused_argv):
           "parameters": comparison.parameter_counts(
             drafter(entry, table.seeds[0])
           ),
-          "own_rule": summarize(own, looping),
+          "own_rule": summarize(by_rule, looping),
           "proxy": {
             f"T={t:g}": expect(entry, table.seeds, t) for t in temperatures
           },

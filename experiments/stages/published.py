@@ -1,4 +1,4 @@
-"""What the releases use and the papers report, to be laid beside our figures."""
+"""What the releases use and the papers report, to lay beside our figures."""
 
 # Slots of a block, the anchor's included (baselines, section 1).
 BLOCKS = {
