@@ -29,7 +29,7 @@ HELP = f"`{EMBEDDED}`, `{SMOLLM2}`, a Hugging Face folder or a GGUF file."
 
 # Special tokens that text and answers never hold, for a vocabulary without
 # unused rows. SmolLM2 was never trained on <empty_output>: its embedding is
-# that of ten other reserved tokens.
+# that of ten other reserved tokens, but for the rounding of the file.
 RESERVED_TOKENS = ("<empty_output>",)
 
 

@@ -29,9 +29,9 @@ TERMINAL_CALLS = {
   *("sys.stdout.write", "sys.stderr.write"),
 }
 
-# Optional: in the `cuda13` extra, or with an NVIDIA driver. A module that is
-# nothing without them may import them, but only itself.
-OPTIONAL = ("triton", "jax_triton", "pynvml")
+# Optional: in an extra, or with an NVIDIA driver. A module that is nothing
+# without them may import them, but only itself.
+OPTIONAL = ("triton", "jax_triton", "pynvml", "gguf")
 
 # Put together here so that this file does not break its own rule.
 REGISTRIES = [
