@@ -139,7 +139,7 @@ def table_of_variants() -> dict[str, tuple[str, dict[str, Any]]]:
   return VARIANTS | {
     f"{name} {value}": ("dspine", {option: value})
     for name, (flag, option) in widths.items()
-    for value in run_io.whole_numbers(flag, 1)
+    for value in comparison.whole_numbers(flag, 1)
   }
 
 
@@ -187,7 +187,7 @@ def cell_name(cfg: configs.DrafterConfig) -> str:
 
 
 def main(unused_argv):
-  seeds = run_io.whole_numbers(_SEEDS, 0)
+  seeds = comparison.whole_numbers(_SEEDS, 0)
   if not seeds:
     raise ValueError("--seeds is empty")
   target = targets.load(_TARGET.value)
