@@ -35,45 +35,6 @@ from dspine_jax import configs
 from experiments import run_io, targets
 from experiments.stages import comparison, plots, training
 
-_WORK_DIR = flags.DEFINE_string("work_dir", "runs/ablation", "Where cells go.")
-_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
-_ANSWERS = flags.DEFINE_string(
-  "answers", "runs/answers", "Work directory of make_answers."
-)
-_PARTS = flags.DEFINE_list(
-  "parts", ["train_t0"], "Which of its training parts to use."
-)
-_BENCHMARKS = flags.DEFINE_list(
-  "benchmarks", None, "Which of its other parts to decode; default: all."
-)
-_VARIANTS = flags.DEFINE_list(
-  "variants", None, "Which lines of the table; default: all."
-)
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
-_EVAL = flags.DEFINE_integer(
-  "eval_prompts", 96, "Prompts of each benchmark.", lower_bound=1
-)
-_STEPS = flags.DEFINE_integer(
-  "steps", 800, "Optimiser steps of each drafter.", lower_bound=1
-)
-_BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a draft block.")
-_LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
-_RANK = flags.DEFINE_integer("transfer_rank", 128, "Code width.")
-_MESSAGE = flags.DEFINE_integer("message_size", 64, "Message width.")
-_TOP_K = flags.DEFINE_integer("top_k", 16, "Candidates per slot.")
-_BETA = flags.DEFINE_float(
-  "alignment_weight", 0.1, "Weight of the layer supervision."
-)
-_RANKS = flags.DEFINE_list(
-  "transfer_ranks", ["32", "64", "192"], "Other code widths to train."
-)
-_MESSAGES = flags.DEFINE_list(
-  "message_sizes", ["16", "32", "128"], "Other message widths to train."
-)
-_TOP_KS = flags.DEFINE_list(
-  "top_ks", ["4", "8", "16", "32"], "Numbers of candidates to train."
-)
-
 # Without injection nothing reads a predecessor that could be replaced.
 _UNINJECTED = {"injects": False, "replacement_probability": 0.0}
 _BARE = _UNINJECTED | {"refines": False}
@@ -106,6 +67,55 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
   "readouts initialised whitened": ("dspine", {"readout_init": "whitened"}),
 }
 
+_WORK_DIR = flags.DEFINE_string("work_dir", "runs/ablation", "Where cells go.")
+_TARGET = flags.DEFINE_string("target", targets.EMBEDDED, targets.HELP)
+_ANSWERS = flags.DEFINE_string(
+  "answers", "runs/answers", "Work directory of make_answers."
+)
+_PARTS = flags.DEFINE_list(
+  "parts", ["train_t0"], "Which of its training parts to use."
+)
+_BENCHMARKS = flags.DEFINE_list(
+  "benchmarks", None, "Which of its other parts to decode; default: all."
+)
+_VARIANTS = flags.DEFINE_list(
+  "variants",
+  None,
+  f"Lines of the table: {', '.join(VARIANTS)}; rank, message or top-k and a"
+  " width that has a flag of its own. Default: all.",
+)
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
+_EVAL = flags.DEFINE_integer(
+  "eval_prompts", 96, "Prompts of each benchmark.", lower_bound=1
+)
+_STEPS = flags.DEFINE_integer(
+  "steps", 800, "Optimiser steps of each drafter.", lower_bound=1
+)
+_TRAIN_BATCH = flags.DEFINE_integer(
+  "batch_size", 8, "Sequences of a training step.", lower_bound=1
+)
+_ANCHORS = flags.DEFINE_integer(
+  "num_anchors", 16, "Blocks per sequence.", lower_bound=1
+)
+_LR = flags.DEFINE_float("learning_rate", 0.02, "Peak learning rate of muon.")
+_BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a draft block.")
+_LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
+_RANK = flags.DEFINE_integer("transfer_rank", 128, "Code width.")
+_MESSAGE = flags.DEFINE_integer("message_size", 64, "Message width.")
+_TOP_K = flags.DEFINE_integer("top_k", 16, "Candidates per slot.")
+_BETA = flags.DEFINE_float(
+  "alignment_weight", 0.1, "Weight of the layer supervision."
+)
+_RANKS = flags.DEFINE_list(
+  "transfer_ranks", ["32", "64", "192"], "Other code widths to train."
+)
+_MESSAGES = flags.DEFINE_list(
+  "message_sizes", ["16", "32", "128"], "Other message widths to train."
+)
+_TOP_KS = flags.DEFINE_list(
+  "top_ks", ["4", "8", "16", "32"], "Numbers of candidates to train."
+)
+
 # Published figures (dspine, 8): change of advancement on three benchmarks, or
 # advancement on MATH-500 where the published method has 3.85.
 PAPER = {
@@ -129,7 +139,7 @@ def table_of_variants() -> dict[str, tuple[str, dict[str, Any]]]:
   return VARIANTS | {
     f"{name} {value}": ("dspine", {option: value})
     for name, (flag, option) in widths.items()
-    for value in run_io.whole_numbers(flag, 1)
+    for value in comparison.whole_numbers(flag, 1)
   }
 
 
@@ -151,18 +161,19 @@ def configuration(
   target: targets.NamedTarget, method: str, changes: Mapping[str, Any]
 ) -> configs.DrafterConfig:
   """A small drafter of the method with the changes of a variant."""
-  base = {
-    "num_layers": _LAYERS.value,
-    "block_size": _BLOCK.value,
-    "steps": _STEPS.value,
-    "sizes": comparison.Sizes(
+  cfg = comparison.drafter_config(
+    target,
+    method,
+    num_layers=_LAYERS.value,
+    block_size=_BLOCK.value,
+    steps=_STEPS.value,
+    sizes=comparison.Sizes(
       transfer_rank=_RANK.value,
       message_size=_MESSAGE.value,
       top_k=_TOP_K.value,
       alignment_weight=_BETA.value,
     ),
-  }
-  cfg = comparison.drafter_config(target, method, **base)
+  )
   options = getattr(cfg, method, None)
   if options is not None:
     changes = {method: dataclasses.replace(options, **changes)}
@@ -176,13 +187,23 @@ def cell_name(cfg: configs.DrafterConfig) -> str:
 
 
 def main(unused_argv):
-  seeds = run_io.whole_numbers(_SEEDS, 0)
+  seeds = comparison.whole_numbers(_SEEDS, 0)
   if not seeds:
     raise ValueError("--seeds is empty")
   target = targets.load(_TARGET.value)
   cfgs = {
     name: configuration(target, *variant)
     for name, variant in chosen_variants().items()
+  }
+  train_cfgs = {
+    seed: comparison.train_config(
+      _STEPS.value,
+      seed,
+      batch_size=_TRAIN_BATCH.value,
+      num_anchors=_ANCHORS.value,
+      learning_rate=_LR.value,
+    )
+    for seed in seeds
   }
   train = training.load_parts(_ANSWERS.value, _PARTS.value, target)
   benchmarks = training.load_benchmarks(
@@ -217,7 +238,7 @@ def main(unused_argv):
       features["train"],
       work_dir.path / "drafters" / cell,
       cfg,
-      comparison.train_config(_STEPS.value, seed),
+      train_cfgs[seed],
     )
     reports, means = {}, {}
     for name, prompts in benchmarks.items():

@@ -129,9 +129,9 @@ def main(unused_argv):
       f"--methods={','.join(_METHODS.value)}: not among"
       f" {sorted(methods.DRAFTERS)}"
     )
-  seeds = run_io.whole_numbers(_SEEDS, 0)
-  released = run_io.whole_numbers(_RELEASED, 0)
-  batches = run_io.whole_numbers(_SPEED_BATCHES, 1)
+  seeds = comparison.whole_numbers(_SEEDS, 0)
+  released = comparison.whole_numbers(_RELEASED, 0)
+  batches = comparison.whole_numbers(_SPEED_BATCHES, 1)
   temperatures = answers.parse_temperatures(_TEMPERATURES.value)
   target = targets.load(_TARGET.value)
   block = _BLOCK.value

@@ -462,20 +462,6 @@ def _cell(value: Any) -> str:
   return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def whole_numbers(flag: flags.FlagHolder, least: int) -> list[int]:
-  """The numbers of a list flag; ValueError naming it if one is not possible."""
-  try:
-    numbers = [int(value) for value in flag.value]
-  except ValueError:
-    numbers = [least - 1]
-  if any(number < least for number in numbers):
-    raise ValueError(
-      f"--{flag.name}={','.join(flag.value)}: whole numbers >= {least} are"
-      " needed"
-    )
-  return numbers
-
-
 def run_app(main: Callable[[Sequence[str]], Any]) -> None:
   """Runs `main` as absl does, with a user's mistake told in one line.
 

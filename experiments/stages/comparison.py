@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import flags
 
 from dspine_jax import configs
 from dspine_jax.checkpoints import hf_config
@@ -269,6 +270,20 @@ def means_cell(
     path.parent.mkdir(parents=True, exist_ok=True)
     run_io.write_json(path, found)
   return hf_config.read_json(path)
+
+
+def whole_numbers(flag: flags.FlagHolder, least: int) -> list[int]:
+  """The numbers of a list flag; ValueError naming it if one is not possible."""
+  try:
+    numbers = [int(value) for value in flag.value]
+  except ValueError:
+    numbers = [least - 1]
+  if any(number < least for number in numbers):
+    raise ValueError(
+      f"--{flag.name}={','.join(flag.value)}: whole numbers >= {least} are"
+      " needed"
+    )
+  return numbers
 
 
 def interval_text(interval: Mapping[str, float | None], digits: int = 2) -> str:

@@ -134,6 +134,7 @@ def intervals(
     )
   axes.axvline(0, color="black", linewidth=0.8)
   axes.set_yticks(np.arange(len(names)), names)
+  axes.margins(y=0.02)
   axes.invert_yaxis()
   axes.set_xlabel(label)
   axes.grid(axis="x", alpha=0.3)

@@ -20,6 +20,8 @@ def options(tiny, path):
     "variants": VARIANTS,
     "seeds": [0],
     "steps": 2,
+    "batch_size": 2,
+    "num_anchors": 3,
     "block_size": 6,
     "transfer_rank": 16,
     "message_size": 8,
