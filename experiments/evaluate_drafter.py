@@ -16,6 +16,7 @@ draw at the others.
 
 import functools
 import sys
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -44,6 +45,12 @@ _EVAL = flags.DEFINE_integer(
 _TEMPERATURES = flags.DEFINE_list(
   "temperatures", ["0", "1"], "Temperatures to decode at."
 )
+_RULES = flags.DEFINE_multi_enum(
+  "rule",
+  ["rejection", "exact_match"],
+  ["rejection", "exact_match"],
+  "Rules above temperature 0; may be repeated.",
+)
 _TOP_K = flags.DEFINE_integer("sampling_top_k", 0, "Tokens kept; 0: all.")
 _TOP_P = flags.DEFINE_float("sampling_top_p", 1.0, "Mass kept; 1: all.")
 _BATCH = flags.DEFINE_integer(
@@ -57,10 +64,11 @@ def decode_configs(
   temperature: float,
   max_new_tokens: int,
   stop_tokens: tuple[int, ...],
+  rules: Sequence[str] = ("rejection", "exact_match"),
   top_k: int = 0,
   top_p: float = 1.0,
 ) -> dict[str, configs.DecodeConfig]:
-  """Every rule and proposal of a method at one temperature, by name."""
+  """Given rules and every proposal of a method at one temperature, by name."""
   sampling = configs.SamplingConfig(
     temperature=temperature, top_k=top_k, top_p=top_p
   )
@@ -69,13 +77,13 @@ def decode_configs(
     greedy = configs.DecodeConfig(sampling=sampling, **common)
     return {"T=0 greedy": greedy}
   kinds = methods.DRAFTERS[method].proposal_kinds
-  pairs = [("rejection", kind) for kind in kinds]
-  pairs += [("exact_match", kind) for kind in ("greedy", *kinds)]
+  by_rule = {"rejection": kinds, "exact_match": ("greedy", *kinds)}
   return {
     f"T={temperature:g} {rule}, {kind}": configs.DecodeConfig(
       sampling=sampling, rule=rule, proposal=kind, **common
     )
-    for rule, kind in pairs
+    for rule in rules
+    for kind in by_rule[rule]
   }
 
 
@@ -93,8 +101,9 @@ def main(unused_argv):
       temperature,
       answers.new_tokens,
       target.model.cfg.eos_token_ids,
-      _TOP_K.value,
-      _TOP_P.value,
+      rules=_RULES.value,
+      top_k=_TOP_K.value,
+      top_p=_TOP_P.value,
     )
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
@@ -105,6 +114,7 @@ def main(unused_argv):
       "part": _PART.value,
       "eval_prompts": _EVAL.value,
       "temperatures": temperatures,
+      "rules": _RULES.value,
       "sampling_top_k": _TOP_K.value,
       "sampling_top_p": _TOP_P.value,
       "seed": _SEED.value,
