@@ -285,7 +285,6 @@ DRAFTER = contract.Drafter(
   supervised=dflash.supervised,
   loss=loss,
   propose=propose,
-  # As released: only candidates are proposed.
-  proposal_kinds=("candidates", "full_support", "base"),
+  proposal_kinds=candidates_lib.KINDS,
   entries=entries,
 )
