@@ -33,7 +33,7 @@ from absl import flags
 
 from dspine_jax import configs
 from experiments import run_io, targets
-from experiments.stages import comparison, plots, training
+from experiments.stages import comparison, plots, published, training
 
 # Without injection nothing reads a predecessor that could be replaced.
 _UNINJECTED = {"injects": False, "replacement_probability": 0.0}
@@ -115,16 +115,6 @@ _MESSAGES = flags.DEFINE_list(
 _TOP_KS = flags.DEFINE_list(
   "top_ks", ["4", "8", "16", "32"], "Numbers of candidates to train."
 )
-
-# Published figures (dspine, 8): change of advancement on three benchmarks, or
-# advancement on MATH-500 where the published method has 3.85.
-PAPER = {
-  "full without refinement": "-6.6 to -7.1 %",
-  "full without refinement and injection": "-8.8 to -10.7 %",
-  "injection without alignment": "3.75 of 3.85",
-  "layer supervision by token CE": "3.67 of 3.85",
-  FULL: "3.85",
-}
 
 MEANS = ("expected_advancement", "coverage", "base_accuracy")
 
@@ -299,7 +289,7 @@ def summarize(cfgs, measured, looping) -> dict[str, Any]:
       "drafter": cfg,
       "cell": cell_name(cfg),
       "same_as": [n for n in cfgs if n != name and cfgs[n] == cfg],
-      "paper": PAPER.get(name),
+      "paper": published.DSPINE_PARTS.get(name),
       "advancement": {
         group: comparison.resample_reports(
           reports[name], looping, group
