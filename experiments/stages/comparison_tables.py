@@ -69,14 +69,16 @@ def advancement_table(lines, temperatures) -> str:
           "as left" if own is None else comparison.interval_text(own["all"])
         )
     rows.append(row)
+  table = run_io.markdown_table(rows, headers)
+  if max(temperatures) == 0:
+    return table
   rules = "; ".join(
     f"{method}: {rule['rule'].replace('_', ' ')}, {rule['proposal']} draft"
     for method, rule in published.RULES.items()
   )
   return (
-    run_io.markdown_table(rows, headers)
-    + f"\n\n(*) {rules}. Columns T > 0: rejection sampling with the default"
-    " proposal."
+    f"{table}\n\n(*) {rules}. Columns T > 0: rejection sampling with the"
+    " default proposal."
   )
 
 

@@ -201,18 +201,22 @@ def test_files_of_another_kind_are_value_errors_that_name_them(tmp_path):
 
 
 def test_prompts_of_any_lengths_are_answered_as_each_alone(target, prompts):
-  ragged = [prompts[0], prompts[1][:2], prompts[2][:4], prompts[3][1:]]
+  ragged = [prompts[0], prompts[1][:2], prompts[2], prompts[3][:2]]
   together = answers.regenerate(
-    target, ragged, decode=decode_config(), seed=0, batch_size=2
+    target, ragged, decode=decode_config(), seed=0, batch_size=4
   )
-  assert together.prompt_lengths.tolist() == [6, 2, 4, 5]
+  assert together.prompt_lengths.tolist() == [6, 2, 6, 2]
   assert together.new_tokens == NEW
-  for row, prompt in enumerate(ragged):
+  for row in (0, 2):
+    expected, end = by_hand(target, prompts[row], ())
+    assert together.lengths[row] == end
+    np.testing.assert_array_equal(together.tokens[row], expected)
+  for row in (1, 3):
     alone = answers.regenerate(
-      target, [prompt], decode=decode_config(), seed=0, batch_size=1
+      target, [ragged[row]], decode=decode_config(), seed=0, batch_size=1
     )
     end = int(together.lengths[row])
-    assert end == len(prompt) + NEW
+    assert end == 2 + NEW
     np.testing.assert_array_equal(together.tokens[row, :end], alone.tokens[0])
     assert not together.tokens[row, end:].any()
 

@@ -11,10 +11,14 @@ from dspine_jax.drafters import contract, methods
 from dspine_jax.training import overlap
 from tests import tiny_models
 
+# All kinds of one method with pairs of candidates, and every other method.
 CASES = [
-  (method, kind)
-  for method, drafter in methods.DRAFTERS.items()
-  for kind in drafter.proposal_kinds
+  *[("dspine", kind) for kind in methods.DRAFTERS["dspine"].proposal_kinds],
+  *[
+    (method, drafter.proposal_kinds[0])
+    for method, drafter in methods.DRAFTERS.items()
+    if method != "dspine"
+  ],
 ]
 
 
