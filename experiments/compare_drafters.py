@@ -389,16 +389,18 @@ def by_seed(reports, looping) -> list[float]:
 
 
 def proxy_correlation(lines) -> dict[str, float]:
-  """Pearson's, of proxy and measured advancement over methods and seeds."""
+  """Pearson's, of proxy and measured advancement over methods and seeds.
+
+  NaN for one or two points, which always lie on a line, or without variation.
+  """
   found = {}
   for key in lines[0]["proxy"]:
     pairs = [
       np.concatenate([line[name][key] for line in lines])
       for name in ("proxy", "by_seed")
     ]
-    # Two points always lie on a line.
-    many = len(pairs[0]) > 2
-    found[key] = float(np.corrcoef(pairs)[0, 1]) if many else float("nan")
+    varies = len(pairs[0]) > 2 and all(np.ptp(values) > 0 for values in pairs)
+    found[key] = float(np.corrcoef(pairs)[0, 1]) if varies else float("nan")
   return found
 
 
