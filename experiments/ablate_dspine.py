@@ -16,8 +16,8 @@ accuracy of the base logits.
 DSpine is always among them. WORK_DIR gets results.json, table.md and
 ablation.png. Variants of the same configuration are trained once, and finished
 cells are kept: a killed run goes on, and seeds or variants can be added later.
-Time on two CPU cores, embedded target, 800 steps of block 16: about 5 minutes
-for each of 19 configurations and each seed.
+Time on two CPU cores, embedded target, 800 steps of block 16: an estimated 5
+minutes for each of 19 configurations and each seed.
 """
 
 import dataclasses

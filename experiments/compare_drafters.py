@@ -13,8 +13,8 @@ decoding of the same prompts in the same run.
 
 WORK_DIR gets results.json, table.md and comparison.png. Finished cells are
 kept: a killed run goes on, and seeds, methods or benchmarks can be added later.
-Time on two CPU cores, embedded target, 800 steps of block 16: about 4 minutes a
-training, half a minute a decoding, half a minute a speed.
+Time on one CPU core, embedded target, 400 steps of block 16: about 3 minutes a
+training, a minute a decoding of 64 prompts.
 """
 
 import functools
@@ -182,6 +182,12 @@ def main(unused_argv):
     raise ValueError(
       f"--speed_benchmark={timed}: not among {sorted(benchmarks)}"
     )
+  count = min(_SPEED_PROMPTS.value, len(benchmarks[timed].lengths))
+  if max(batches, default=1) > count:
+    raise ValueError(
+      f"--speed_batches={','.join(_SPEED_BATCHES.value)}: only {count}"
+      f" prompts of {timed} are timed (--speed_prompts)"
+    )
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
     config={
@@ -323,10 +329,13 @@ def main(unused_argv):
     for entry, line in zip(table.entries, found["methods"], strict=True):
       line["speed"] = {
         str(batch): time_cell(
-          work_dir.path / "speed" / f"{entry.name}_batch{batch}.json",
+          work_dir.path
+          / "speed"
+          / f"{timed}_{count}"
+          / f"{entry.name}_batch{batch}.json",
           target,
           drafter(entry, table.seeds[0]),
-          benchmarks[timed],
+          benchmarks[timed].select(np.arange(count)),
           batch,
         )
         for batch in batches
@@ -422,13 +431,11 @@ def time_cell(path, target, drafter, prompts, batch: int) -> dict[str, Any]:
   """Speed at one batch size, and at batch 1 what a round is made of."""
   if not path.exists():
     decode = comparison.decode_config(target, prompts, 0.0)
-    rows = np.arange(min(_SPEED_PROMPTS.value, len(prompts.lengths)))
-    chosen = prompts.select(rows)
     found = timing.time_generation(
-      target.model, drafter, chosen, decode, batch_size=batch
+      target.model, drafter, prompts, decode, batch_size=batch
     )
     if batch == 1:
-      prompt = chosen.tokens[0, : chosen.prompt_lengths[0]]
+      prompt = prompts.tokens[0, : prompts.prompt_lengths[0]]
       found["part_seconds"] = round_parts.time_parts(
         target.model, drafter, prompt, decode, repeats=7
       )

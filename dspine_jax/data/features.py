@@ -117,7 +117,7 @@ def _origin(target, answers, tap_layers) -> str:
 def _is_finished(folder: pathlib.Path, origin: str) -> bool:
   try:
     return json.loads((folder / _INDEX).read_text())["origin"] == origin
-  except (OSError, ValueError, KeyError):
+  except (OSError, ValueError, KeyError, TypeError):
     return False
 
 
