@@ -21,6 +21,9 @@ def test_python_blocks_run_in_order():
   assert namespace["tokens"].shape == (2, 7)
   assert int(namespace["out"].num_tokens[0]) > 0
   assert namespace["verdict"].accepted.shape == (2,)
+  assert abs(float(namespace["joules"]) - 668.7) < 0.1
+  # What one more token costs.
+  assert 0 < float(namespace["per_token"]) < 0.05
   # A fresh injection writes zeros: only the write itself has a gradient.
   for leaf in (namespace["gradient"]["write"]["kernel"], namespace["slope"]):
     assert bool(jnp.isfinite(leaf).all()) and bool((leaf != 0).any())
@@ -57,6 +60,7 @@ def test_file_map_names_every_source_file_and_nothing_else():
       "-co",
       "--exclude-standard",
       "dspine_jax",
+      "energy",
       "experiments",
     ],
     cwd=ROOT,
