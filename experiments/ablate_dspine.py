@@ -17,7 +17,7 @@ DSpine is always among them. WORK_DIR gets results.json, table.md and
 ablation.png. Variants of the same configuration are trained once, and finished
 cells are kept: a killed run goes on, and seeds or variants can be added later.
 Time on two CPU cores, embedded target, 800 steps of block 16: an estimated 5
-minutes for each of 19 configurations and each seed.
+minutes for each of 20 configurations and each seed.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ _UNINJECTED = {"injects": False, "replacement_probability": 0.0}
 _BARE = _UNINJECTED | {"refines": False}
 FULL = "+ replacement curriculum"
 
-# Name -> method, and what is changed: options of the method where it has some,
-# else fields of the configuration.
+# Name -> method, and what is changed: its options, or fields of the
+# configuration that they do not have.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
   "causal DFlash with CE": (
     "dflash",
@@ -65,6 +65,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     {"layer_supervision": "token_ce"},
   ),
   "readouts initialised whitened": ("dspine", {"readout_init": "whitened"}),
+  "0.5 CE + 0.5 L1": ("dspine", {"ce_weight": 0.5}),
 }
 
 _WORK_DIR = flags.DEFINE_string("work_dir", "runs/ablation", "Where cells go.")
@@ -164,10 +165,12 @@ def configuration(
       alignment_weight=_BETA.value,
     ),
   )
-  options = getattr(cfg, method, None)
-  if options is not None:
-    changes = {method: dataclasses.replace(options, **changes)}
-  return dataclasses.replace(cfg, **changes)
+  options = getattr(cfg, method)
+  names = {field.name for field in dataclasses.fields(options)}
+  own = {name: value for name, value in changes.items() if name in names}
+  rest = {name: value for name, value in changes.items() if name not in names}
+  options = dataclasses.replace(options, **own)
+  return dataclasses.replace(cfg, **{method: options} | rest)
 
 
 def cell_name(cfg: configs.DrafterConfig) -> str:

@@ -8,8 +8,9 @@ from experiments.stages import evaluation, proxy, training
 from tests import script_runner
 
 FULL = "+ replacement curriculum"
+PLAIN = "causal DFlash with CE"
 # "top-k 8" is what --top_k=8 makes of all of DSpine.
-VARIANTS = ["full without refinement", "top-k 8"]
+VARIANTS = [PLAIN, "full without refinement", "top-k 8"]
 
 
 def options(tiny, path):
@@ -39,19 +40,22 @@ def must_not_run(*unused_args, **unused_kwargs):
   raise AssertionError("computed again")
 
 
-@pytest.mark.slow  # Two trainings and as many evaluations.
+@pytest.mark.slow  # Three trainings and as many evaluations.
 def test_variants_are_compared_with_all_of_dspine_and_kept(
   tiny, tmp_path, monkeypatch
 ):
   script_runner.run_well("ablate_dspine", **options(tiny, tmp_path))
   results = read_json(tmp_path / "results.json")
   lines = results["variants"]
-  assert list(lines) == [FULL, *VARIANTS]
+  assert list(lines) == [PLAIN, FULL, *VARIANTS[1:]]
   assert lines[FULL]["same_as"] == ["top-k 8"]
   assert lines["top-k 8"]["cell"] == lines[FULL]["cell"]
-  other = lines["full without refinement"]
+  other_name = "full without refinement"
+  other = lines[other_name]
   assert other["drafter"]["dspine"]["refines"] is False
-  cells = {lines[FULL]["cell"], other["cell"]}
+  plain = lines[PLAIN]["drafter"]
+  assert plain["is_causal"] is True and plain["dspine"] is None
+  cells = {lines[name]["cell"] for name in (FULL, PLAIN, other_name)}
   trained = {path.name for path in (tmp_path / "drafters").iterdir()}
   assert trained == {f"{cell}_s0" for cell in cells}
   # Paired with itself there is no change, and no doubt about it.
