@@ -33,6 +33,22 @@ _EXPERTS = (
 )
 _LATENT = ("kv_lora_rank", "q_lora_rank")
 _RECURRENT_TYPES = ("mamba", "rwkv", "jamba", "recurrent", "next", "lfm")
+_FAMILY_NAMES = {
+  "falcon": "Falcon",
+  "gemma": "Gemma",
+  "gemma2": "Gemma",
+  "gemma3": "Gemma",
+  "gemma3_text": "Gemma",
+  "granite": "Granite",
+  "llama": "Llama",
+  "mistral": "Mistral",
+  "opt": "OPT",
+  "phi": "Phi",
+  "phi3": "Phi",
+  "qwen2": "Qwen",
+  "qwen3": "Qwen",
+  "starcoder2": "StarCoder",
+}
 _FULL_LAYERS = ("full_attention", "sliding_attention", "attention")
 
 
@@ -78,6 +94,8 @@ class Model(NamedTuple):
     name: as printed.
     family: the group that is held out together, such as "Llama".
     architecture: its sizes.
+    vocab_size: rows of the head.
+    intermediate_size: width of the MLP.
     sliding_window: positions that windowed layers see, or None.
     windowed_layers: how many layers are windowed.
   """
@@ -85,6 +103,8 @@ class Model(NamedTuple):
   name: str
   family: str
   architecture: Architecture
+  vocab_size: int
+  intermediate_size: int
   sliding_window: int | None = None
   windowed_layers: int = 0
 
@@ -108,7 +128,7 @@ def from_config(
   Args:
     config: content of `config.json`; nested text configurations are found.
     name: of the model, or the file; begins every error.
-    family: None takes the configuration's `model_type`.
+    family: None takes that of the configuration's `model_type`.
 
   Raises:
     ValueError: a missing or impossible size, an unknown `model_type`, or an
@@ -118,10 +138,10 @@ def from_config(
   kind = str(config.get("model_type", ""))
   _refuse_what_no_term_covers(config, kind, name)
   sizes = parameter_count.read_sizes(config, name)
-  window, windowed = _window(config, kind, sizes.num_layers)
+  window, windowed = _window(config, kind, sizes.num_layers, name)
   return Model(
     name=name,
-    family=family or kind,
+    family=family or _FAMILY_NAMES.get(kind, kind),
     architecture=Architecture(
       hidden_size=sizes.hidden_size,
       num_layers=sizes.num_layers,
@@ -130,6 +150,8 @@ def from_config(
       head_dim=sizes.head_dim,
       parameters=parameter_count.parameters(config, sizes, name),
     ),
+    vocab_size=sizes.vocab_size,
+    intermediate_size=sizes.intermediate_size,
     sliding_window=window,
     windowed_layers=windowed,
   )
@@ -184,10 +206,13 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse_what_no_term_covers(config, kind: str, name: str) -> None:
+  types = config.get("layer_types") or []
+  if not isinstance(types, list):
+    raise ValueError(f"{name}: layer_types={types!r}: a list is needed")
   reason = None
   experts = [key for key in _EXPERTS if _at_least(config.get(key), 2)]
   latent = [key for key in _LATENT if config.get(key)]
-  mixed = set(config.get("layer_types") or ()) - set(_FULL_LAYERS)
+  mixed = set(map(str, types)) - set(_FULL_LAYERS)
   if experts or "moe" in kind:
     reason = f"mixture of experts ({experts[0] if experts else kind})"
   elif latent:
@@ -206,12 +231,18 @@ def _at_least(value: Any, least: int) -> bool:
   return isinstance(value, int | float) and value >= least
 
 
-def _window(config, kind: str, num_layers: int) -> tuple[int | None, int]:
+def _window(
+  config, kind: str, num_layers: int, name: str
+) -> tuple[int | None, int]:
   """Length of the window and number of layers that have it."""
   window = config.get("sliding_window")
   types = config.get("layer_types")
   if not window or config.get("use_sliding_window") is False:
     return None, 0
+  if not isinstance(window, int) or window < 1:
+    raise ValueError(
+      f"{name}: sliding_window={window!r} must be a whole number >= 1"
+    )
   if types:
     count = sum(one == "sliding_attention" for one in types)
   elif kind == "gemma2":  # Every other layer, beginning with the first.

@@ -10,6 +10,7 @@ import csv
 import io
 import math
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ COLUMNS = {
   "energy": "joules",
   "concurrency": "concurrency",
 }
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
 _OPTIONAL = ("cached_tokens", "concurrency")
 
 
@@ -169,6 +171,11 @@ def read_csv(
   if missing:
     raise ValueError(f"{path}: no column {missing[0]!r}; it has {header}")
   if input_tokens is not None:
+    if names["input_tokens"] in header:
+      raise ValueError(
+        f"{path}: has a column {names['input_tokens']!r}; a constant would"
+        " override it"
+      )
     del names["input_tokens"]
   mapped = set(columns or {})
   for key, name in names.items():
@@ -194,6 +201,10 @@ def read_csv(
     if input_tokens is not None:
       found.setdefault("input_tokens", []).append(input_tokens)
     _check_row(found, f"{path}: line {line}")
+    if per_token and not found["output_tokens"][-1]:
+      raise ValueError(
+        f"{path}: line {line}: joules per output token without output"
+      )
   if not found["model"]:
     raise ValueError(f"{path}: no rows of measurements")
   outputs = np.asarray(found["output_tokens"], np.float64)
@@ -299,8 +310,11 @@ def _read_rows(
 
 def _number(text: str, where: str) -> float:
   """A finite number; "1,234.5" has a thousands separator."""
+  digits = text.strip()
+  if _THOUSANDS.fullmatch(digits):
+    digits = digits.replace(",", "")
   try:
-    value = float(text.strip().replace(",", "").replace("_", ""))
+    value = float(digits)
   except ValueError:
     raise ValueError(f"{where}={text!r}: not a number") from None
   if not math.isfinite(value):

@@ -124,7 +124,9 @@ class Meter:
       self._sample()
     if exc_info[0] is not None:
       return
-    if self._counted is not None and ended is not None:
+    if self._counted is not None:
+      if ended is None:
+        raise ValueError(f"{self._gpu.name}: its energy counter went away")
       self._reading = Reading(ended - self._counted, seconds, "energy counter")
     else:
       times, watts = zip(*self._samples, strict=True)

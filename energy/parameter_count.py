@@ -117,7 +117,13 @@ def read_sizes(config: Mapping[str, Any], name: str) -> Sizes:
     num_heads=heads,
     num_kv_heads=kv_heads,
     head_dim=_size(config, ("head_dim",), name, hidden // heads),
-    intermediate_size=_size(config, _INNER, name, 4 * hidden),
+    intermediate_size=_size(
+      config,
+      _INNER,
+      name,
+      # Falcon's configurations leave it out; no other family's do.
+      4 * hidden if config.get("model_type") == "falcon" else None,
+    ),
     vocab_size=_size(config, ("vocab_size",), name),
   )
 

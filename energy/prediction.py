@@ -163,7 +163,7 @@ def predict(
 
   Args:
     fitted: the law.
-    model: any dense decoder.
+    model: a dense decoder.
     input_tokens: I, the cached ones included.
     output_tokens: O.
     cached_tokens: C.
@@ -174,6 +174,7 @@ def predict(
       cannot hold.
   """
   laws.check_lengths(input_tokens, output_tokens, cached_tokens)
+  _check_coefficients(fitted, model, concurrency)
   if concurrency is not None and not concurrency > 0:
     raise ValueError(f"concurrency={concurrency}: must be positive")
   with jax.enable_x64(True):
@@ -200,8 +201,56 @@ def predict(
     high=None if band is None else band.high * joules,
     notes=_notes(
       fitted, model, input_tokens, output_tokens, cached_tokens, joules
+    )
+    + memory_notes(
+      fitted, model, input_tokens + output_tokens, concurrency or 1
     ),
   )
+
+
+def memory_notes(
+  fitted: FittedLaw, model: Model, tokens: Number, concurrency: Number
+) -> list[str]:
+  """A note if weights and caches do not fit into the law's GPU.
+
+  Only `capacity` knows of a memory.
+
+  Args:
+    fitted: the law.
+    model: whose weights and caches.
+    tokens: of each request, in and out.
+    concurrency: requests whose caches are held at once.
+  """
+  if fitted.law != "capacity":
+    return []
+  sizes = model.architecture
+  cache = 4 * sizes.num_layers * sizes.kv_width * tokens * concurrency
+  needed = 2 * sizes.parameters + cache
+  if needed <= fitted.memory_bytes:
+    return []
+  return [
+    f"outside the law: {needed / 1e9:,.0f} GB of weights and caches of"
+    f" {concurrency:g} requests do not fit into"
+    f" {fitted.memory_bytes / 1e9:g} GB"
+  ]
+
+
+def _check_coefficients(
+  fitted: FittedLaw, model: Model, concurrency: Number | None
+) -> None:
+  """ValueError where the law cannot speak of this model or concurrency."""
+  if concurrency is not None and fitted.law != "capacity":
+    raise ValueError(
+      f"concurrency={concurrency:g}: law {fitted.law} does not know of it"
+      " ('capacity' does)"
+    )
+  if not fitted.function.shared and "parameters" in fitted.ranges:
+    low, high = fitted.ranges["parameters"]
+    if not low <= model.architecture.parameters <= high:
+      raise ValueError(
+        f"law {fitted.law}: coefficients of one model of {low:,.0f} parameters,"
+        f" not of {model.name}"
+      )
 
 
 def _notes(
@@ -228,10 +277,12 @@ def _notes(
     if name == "cached_tokens" and high == 0:
       notes.append("deduced: no request with a cached prefix was fitted")
       continue
-    times = value / high if value > high else low / max(value, 1e-9)
-    how_far = f", {times:.3g} times beyond" if value else ""
+    # How many times, where that is a number.
+    near, far = (high, value) if value > high else (value, low)
+    how_far = f", {far / near:.3g} times beyond" if near else ""
     notes.append(
-      f"extrapolation: {name}={value:g} outside of {low:g} to {high:g}{how_far}"
+      f"extrapolation: {name}={value:,.0f} outside of {low:,.0f} to"
+      f" {high:,.0f}{how_far}"
     )
   if fitted.families and model.family not in fitted.families:
     notes.append(

@@ -271,46 +271,69 @@ def break_even_seconds(
   return seconds_per_token(hardware, target, drafter, at, 1.0) / one
 
 
-def where_it_stops_paying(
+class Crossing(NamedTuple):
+  """Where a drafter begins or ceases to pay.
+
+  Attributes:
+    pays: "everywhere", "nowhere", "below" the crossing, or "above" it.
+    at: the crossing, None if there is none between the two ends.
+  """
+
+  pays: str
+  at: float | None
+
+
+def where_it_pays(
   break_even: Callable[[jax.Array], jax.Array],
   advancement: Number,
   low: Number,
   high: Number,
-) -> float:
+) -> Crossing:
   """Where the break-even advancement crosses `advancement`, between two ends.
 
-  Bisection over the logarithm of the quantity (concurrency, or context).
+  Bisection over the logarithm of the quantity (concurrency, or context), for a
+  break-even that crosses once at most.
 
   Args:
     break_even: the quantity -> break-even advancement.
     advancement: what the drafter reaches.
     low: least value looked at, > 0.
     high: greatest.
-
-  Returns:
-    The crossing; infinity if speculation pays at both ends, 0 if at neither.
-    Where it pays at the high end alone, the value from which on it does.
   """
-  x_low, x_high = (jnp.log(jnp.asarray(x, jnp.float32)) for x in (low, high))
+  x_low, x_high = (jnp.log(laws.floating(x)) for x in (low, high))
   pays_low = bool(break_even(jnp.exp(x_low)) < advancement)
   pays_high = bool(break_even(jnp.exp(x_high)) < advancement)
   if pays_low == pays_high:
-    return float("inf") if pays_low else 0.0
+    return Crossing("everywhere" if pays_low else "nowhere", None)
   for _ in range(40):
     middle = (x_low + x_high) / 2
-    pays = bool(break_even(jnp.exp(middle)) < advancement)
-    if pays == pays_low:
+    if bool(break_even(jnp.exp(middle)) < advancement) == pays_low:
       x_low = middle
     else:
       x_high = middle
-  return float(jnp.exp((x_low + x_high) / 2))
+  at = float(jnp.exp((x_low + x_high) / 2))
+  return Crossing("below" if pays_low else "above", at)
 
 
 def prices_of(theta: Any, law: laws.Law) -> Prices:
-  """Theta of the capacity law by name; ValueError for another law."""
+  """Theta of the capacity law by name.
+
+  Raises:
+    ValueError: another law, or a coefficient below zero, which is no price.
+  """
   if law.name != "capacity":
     raise ValueError(
       f"law {law.name!r} does not tell weights from tokens: 'capacity' is"
       " needed"
+    )
+  negative = [
+    one.name
+    for one, value in zip(law.coefficients, theta, strict=True)
+    if not value >= 0
+  ]
+  if negative:
+    raise ValueError(
+      f"law {law.name!r}: {', '.join(negative)} below zero, which is no price"
+      " (fit with --non_negative)"
     )
   return Prices(*theta)

@@ -57,15 +57,17 @@ def by_gradient(
   architecture: Architecture,
   input_tokens: Any,
   cached_tokens: Any = 0,
+  concurrency: Any = None,
 ) -> jax.Array:
   """The same for any law, by Newton steps on log(joules / O) over log O.
 
-  Arguments as in `closed_form`. Infinite where there is no minimum below ten
-  million tokens.
+  Arguments as in `closed_form`, and `concurrency` as in a law. Infinite where
+  there is no minimum below ten million tokens.
   """
 
   def objective(x, inputs, cached):
-    joules = law(theta, architecture, inputs, jnp.exp(x), cached)
+    outputs = jnp.exp(x)
+    joules = law(theta, architecture, inputs, outputs, cached, concurrency)
     return jnp.log(joules) - x
 
   slope = jax.grad(objective)

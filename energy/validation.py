@@ -158,10 +158,12 @@ def identifiability(law: laws.Law, data: Measurements) -> Identifiability:
   _, singular, right = np.linalg.svd(scaled, full_matrices=False)
   covariance = np.linalg.pinv(scaled.T @ scaled)
   sigma = np.sqrt(np.diag(covariance))
-  condition = np.inf if singular[-1] == 0 else singular[0] / singular[-1]
+  known = len(singular) == len(law.coefficients) and singular[-1] > 0
   return Identifiability(
-    condition=float(condition),
-    correlations=covariance / np.outer(sigma, sigma),
+    condition=float(singular[0] / singular[-1]) if known else float("inf"),
+    # NaN for a coefficient of which the rows say nothing.
+    correlations=covariance
+    / np.where(np.outer(sigma, sigma) > 0, np.outer(sigma, sigma), np.nan),
     weakest=right[-1],
   )
 
@@ -230,6 +232,8 @@ def band_coverage(
   around the prediction by coefficients fitted to the others.
   """
   names = np.asarray(groups)
+  if len(np.unique(names)) < 3:
+    raise ValueError(f"{len(np.unique(names))} groups: 3 are needed at least")
   outer = held_out(law, data, groups, **objective)
   found = {}
   for name in np.unique(names):

@@ -67,6 +67,7 @@ _INPUT = flags.DEFINE_float(
   "constant_input_tokens",
   None,
   "Input tokens of every row, for a file without them: an assumption.",
+  lower_bound=0.0,
 )
 _SKIP = flags.DEFINE_bool(
   "skip_unknown_models", False, "Leave rows of unknown models out."
@@ -112,9 +113,28 @@ def main(unused_argv):
       f"--holdout={_HOLDOUT.value}: law {law.name} has coefficients of its own"
       " for every model; --holdout=none"
     )
+  if _HOLDOUT.value != "none" and len(set(held_out_groups(data))) < 2:
+    raise ValueError(
+      f"--holdout={_HOLDOUT.value}: the rows are all of"
+      f" {held_out_groups(data)[0]}; --holdout=none"
+    )
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
-    config={"data": _DATA.value, "law": law.name, "where": _WHERE.value},
+    config={
+      "data": _DATA.value,
+      "law": law.name,
+      "columns": columns,
+      "where": _WHERE.value,
+      "configs": _CONFIGS.value,
+      "unit": _UNIT.value,
+      "energy_per_token": _ENERGY_PER_TOKEN.value,
+      "constant_input_tokens": _INPUT.value,
+      "skip_unknown_models": _SKIP.value,
+      "holdout": _HOLDOUT.value,
+      "method": _METHOD.value,
+      "settings": settings,
+    }
+    | objective(),
     argv=sys.argv,
     resume=True,
   )
@@ -153,6 +173,11 @@ def read_data(columns) -> tuple[measurements.Measurements, str]:
   return data, source
 
 
+def held_out_groups(data: measurements.Measurements) -> tuple[str, ...]:
+  """What is left out together: of each row, its family or its model."""
+  return data.families if _HOLDOUT.value == "family" else data.models
+
+
 def objective() -> dict[str, Any]:
   """Keyword arguments of every fit of this run."""
   return {
@@ -167,7 +192,7 @@ def fit_shared(law, data, source, settings, work_dir) -> dict[str, Any]:
   found = fit.fit(law, data, method=_METHOD.value, **objective())
   predicted = validation.predict(law, found.theta, data)
   known = validation.identifiability(law, data)
-  groups = data.families if _HOLDOUT.value == "family" else data.models
+  groups = held_out_groups(data)
   result: dict[str, Any] = {
     "fit": found,
     "in_sample": validation.score(data, predicted)._asdict(),

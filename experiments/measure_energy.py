@@ -50,7 +50,11 @@ _SECONDS = flags.DEFINE_float(
   "seconds", 10.0, "A point is repeated for at least so long.", lower_bound=0.0
 )
 _GPU = flags.DEFINE_integer(
-  "gpu", 0, "Index of the GPU in NVML.", lower_bound=0
+  "gpu",
+  0,
+  "Index of the GPU in NVML, by PCI bus; CUDA_VISIBLE_DEVICES does not change"
+  " it. JAX computes on its first one: let that be the same.",
+  lower_bound=0,
 )
 _IDLE = flags.DEFINE_bool(
   "subtract_idle", False, "Take idle power off, measured for --seconds first."
@@ -74,12 +78,12 @@ HEADER = (
 def main(unused_argv):
   meter = open_meter()
   gpu = meter.Gpu(_GPU.value)
-  grid = [
-    [int(energy_inputs.parse_tokens(text, flag.name)) for text in flag.value]
-    for flag in (_INPUTS, _OUTPUTS)
-  ]
-  if not all(grid) or min(map(min, grid)) < 1:
-    raise ValueError("--input_tokens and --output_tokens: lengths >= 1")
+  if jax.default_backend() != "gpu":
+    raise ValueError(
+      f"JAX computes on {jax.default_backend()}, not on the GPU that would be"
+      " measured (install the cuda13 extra)"
+    )
+  grid = [lengths(flag) for flag in (_INPUTS, _OUTPUTS)]
   target = targets.load(_TARGET.value)
   longest = max(grid[0]) + max(grid[1])
   if longest > target.model.cfg.max_positions:
@@ -114,6 +118,16 @@ def main(unused_argv):
       progress.update(joules=row["joules"])
   print(path.read_text(encoding="utf-8"), end="")
   print(f"measured.csv is in {work_dir.path}")
+
+
+def lengths(flag: flags.FlagHolder) -> list[int]:
+  """The different whole lengths of a flag; ValueError names it."""
+  values = [energy_inputs.parse_tokens(text, flag.name) for text in flag.value]
+  if not values or any(value < 1 or value % 1 for value in values):
+    raise ValueError(
+      f"--{flag.name}={','.join(flag.value)}: whole lengths >= 1 are needed"
+    )
+  return sorted({int(value) for value in values})
 
 
 def open_meter():

@@ -15,17 +15,23 @@ import jax
 import numpy as np
 from absl import flags
 
-from energy import speculative
+from energy import prediction, speculative
 from experiments import run_io
 from experiments.stages import energy_inputs, energy_plots
 
 _MODEL = flags.DEFINE_string("model", None, "A shipped target, by name.")
 _CONFIG = flags.DEFINE_string("config", None, "A target's config.json.")
 _VOCAB = flags.DEFINE_integer(
-  "vocab_size", 151936, "Rows of the head that a draft pass reads."
+  "vocab_size",
+  None,
+  "Rows of the head that a draft pass reads; default: the target's.",
+  lower_bound=1,
 )
 _INTERMEDIATE = flags.DEFINE_integer(
-  "intermediate_size", 12288, "Width of the drafter's MLP.", lower_bound=1
+  "intermediate_size",
+  None,
+  "Width of the drafter's MLP; default: the target's.",
+  lower_bound=1,
 )
 _LAYERS = flags.DEFINE_integer("num_layers", 5, "Draft layers.", lower_bound=1)
 _BLOCK = flags.DEFINE_integer("block_size", 16, "Slots.", lower_bound=2)
@@ -33,7 +39,10 @@ _EXTRA = flags.DEFINE_float(
   "extra_parameters", 33.0e6, "Of the method (DSpine beside Qwen3-8B: 33 M)."
 )
 _WIDTH = flags.DEFINE_integer(
-  "verify_width", None, "Tokens verified a round; default: the block."
+  "verify_width",
+  None,
+  "Tokens verified a round; default: the block.",
+  lower_bound=1,
 )
 _ADVANCEMENT = flags.DEFINE_float(
   "advancement", 4.82, "Tokens a round that the drafter reaches."
@@ -54,7 +63,7 @@ def main(unused_argv):
   context = energy_inputs.tokens(_CONTEXT)
   advancement, width = _ADVANCEMENT.value, _WIDTH.value or _BLOCK.value
   for flag, least in ((_CONCURRENCY, 1), (_ADVANCEMENT, 1), (_EXTRA, 0)):
-    if not flag.value >= least:
+    if not least <= flag.value < 1e12:
       raise ValueError(
         f"--{flag.name}={flag.value:g}: must be at least {least}"
       )
@@ -69,15 +78,29 @@ def main(unused_argv):
   target = model.architecture
   drafter = speculative.block_drafter(
     target,
-    vocab_size=_VOCAB.value,
+    vocab_size=_VOCAB.value or model.vocab_size,
     num_layers=_LAYERS.value,
     block_size=_BLOCK.value,
-    intermediate_size=_INTERMEDIATE.value,
+    intermediate_size=_INTERMEDIATE.value or model.intermediate_size,
     extra_parameters=_EXTRA.value,
   )
   hardware = speculative.Hardware()
   work_dir = run_io.open_work_dir(
-    _WORK_DIR.value, config={"model": model.name}, argv=sys.argv, resume=True
+    _WORK_DIR.value,
+    config={
+      "model": model.name,
+      "drafter": jax.tree.map(float, drafter),
+      "law": fitted.to_json(),
+      "verify_width": width,
+      "advancement": advancement,
+      "concurrency": _CONCURRENCY.value,
+      "context_tokens": context,
+    },
+    argv=sys.argv,
+    resume=True,
+  )
+  notes = model.notes(context) + prediction.memory_notes(
+    fitted, model, context, _CONCURRENCY.value
   )
 
   def operation(concurrency, tokens):
@@ -106,11 +129,11 @@ def main(unused_argv):
     drafted = float(per_token(drafter, at, advancement))
     needed = float(break_even(at))
     share = float(parts["verify"] / (parts["verify"] + parts["draft"]))
-    stops = {
-      "concurrency": speculative.where_it_stops_paying(
+    pays = {
+      "concurrency": speculative.where_it_pays(
         lambda x, f=break_even: f(operation(x, context)), advancement, 1, 4096
       ),
-      "context_tokens": speculative.where_it_stops_paying(
+      "context_tokens": speculative.where_it_pays(
         lambda x, f=break_even: f(operation(_CONCURRENCY.value, x)),
         advancement,
         16,
@@ -126,7 +149,7 @@ def main(unused_argv):
       "gain": plain / drafted,
       "break_even_advancement": needed,
       "verify_share_of_a_round": share,
-      "stops_paying_at": stops,
+      "pays": {key: one._asdict() for key, one in pays.items()},
     }
     rows.append(
       [
@@ -136,7 +159,9 @@ def main(unused_argv):
         plain / drafted,
         needed,
         f"{100 * share:.0f} %",
-        *(limit_text(stops[key]) for key in ("concurrency", "context_tokens")),
+        *(
+          crossing_text(pays[key]) for key in ("concurrency", "context_tokens")
+        ),
       ]
     )
   assumptions = speculative.__doc__.partition("What it assumes:")[2].strip()
@@ -150,6 +175,7 @@ def main(unused_argv):
       "advancement": advancement,
       "hardware": hardware._asdict(),
       "assumptions": assumptions,
+      "notes": notes,
       "plan": plan,
       "map": {
         "concurrency": _CONCURRENCIES,
@@ -181,20 +207,26 @@ def main(unused_argv):
         "gain",
         "break-even advancement",
         "verification of a round",
-        "stops paying at concurrency",
-        "at context",
+        "pays at concurrency",
+        "pays at context",
       ],
     )
   )
+  print(
+    f"\ndrafter: {drafter.architecture.parameters / 1e9:.2f} B parameters read"
+    f" a pass, the head's among them; prices: {fitted.source}"
+  )
+  for note in notes:
+    print("note:", note)
   print(f"\nIt is a model. It assumes:\n  {assumptions}")
   print(f"\nplan.json and break_even.png are in {work_dir.path}")
 
 
-def limit_text(value: float) -> str:
-  """A crossing, or which side of everything that was looked at it is."""
-  if np.isinf(value):
-    return "never"
-  return "everywhere" if value == 0 else f"{value:.0f}"
+def crossing_text(crossing: speculative.Crossing) -> str:
+  """Where it pays, among what was looked at."""
+  if crossing.at is None:
+    return crossing.pays
+  return f"{crossing.pays} {crossing.at:,.0f}"
 
 
 if __name__ == "__main__":

@@ -70,6 +70,11 @@ def main(unused_argv):
   inputs, outputs, cached = map(
     energy_inputs.tokens, (_INPUT, _OUTPUT, _CACHED)
   )
+  if cached > inputs:
+    raise ValueError(
+      f"--cached_tokens={_CACHED.value}: more than"
+      f" --input_tokens={_INPUT.value}"
+    )
   found = prediction_of(fitted, model, inputs, outputs, cached)
   if _JSON.value:
     print(json.dumps(run_io.to_json(found), indent=2))
@@ -78,7 +83,9 @@ def main(unused_argv):
   if _SWEEP.value is not None:
     path = pathlib.Path(_SWEEP.value)
     path.parent.mkdir(parents=True, exist_ok=True)
-    swept = energy_plots.sweep(path, fitted, model, inputs, cached)
+    swept = energy_plots.sweep(
+      path, fitted, model, inputs, cached, _CONCURRENCY.value
+    )
     run_io.write_json(path.with_suffix(".json"), swept)
     if not _JSON.value:
       print(f"\n{path} and {path.with_suffix('.json').name} are written")
@@ -119,7 +126,7 @@ def show(found) -> None:
   rows = [
     (
       _TITLES[name],
-      f"{joules:.1f}",
+      f"{joules:,.1f}",
       f"{100 * joules / found['joules']:.0f} %",
       f"{joules / outputs:.4g}" if outputs else "-",
       f"{kwh_per_1000(joules):.4g}",
@@ -132,7 +139,7 @@ def show(found) -> None:
   rows.append(
     (
       "total",
-      f"{whole:.1f}",
+      f"{whole:,.1f}",
       "100 %",
       f"{per_token:.4g}" if outputs else "-",
       f"{kwh_per_1000(whole):.4g}",
@@ -140,15 +147,15 @@ def show(found) -> None:
   )
   print(
     f"{found['model']} ({found['parameters'] / 1e9:.2f} B parameters):"
-    f" {found['input_tokens']:g} tokens in ({found['cached_tokens']:g} cached),"
-    f" {outputs:g} out\n"
+    f" {found['input_tokens']:,.0f} tokens in"
+    f" ({found['cached_tokens']:,.0f} cached), {outputs:,.0f} out\n"
   )
   headers = ["part", "J", "share", "J/output token", "kWh/1000 requests"]
   print(run_io.table(rows, headers))
   if found["low"] is not None:
     print(
       f"\n{100 * found['level']:.0f} % interval for a model that was not"
-      f" fitted: {found['low']:.1f} to {found['high']:.1f} J"
+      f" fitted: {found['low']:,.1f} to {found['high']:,.1f} J"
     )
   print(f"law: {found['law']}, {found['coefficients']}")
   for note in found["notes"]:

@@ -22,6 +22,7 @@ def sweep(
   model: architecture.Model,
   input_tokens: float,
   cached_tokens: float = 0.0,
+  concurrency: float | None = None,
 ) -> dict[str, Any]:
   """Joules per output token: its parts over O, and a map over I x O.
 
@@ -31,6 +32,8 @@ def sweep(
     model: whose energy.
     input_tokens: I of the left picture.
     cached_tokens: C of the left picture.
+    concurrency: requests in a decoding step, in both; None leaves it to the
+      law.
 
   Returns:
     What was drawn.
@@ -38,7 +41,12 @@ def sweep(
   law, theta = fitted.function, fitted.theta
   with jax.enable_x64(True):
     parts = law.parts(
-      theta, model.architecture, input_tokens, _LENGTHS, cached_tokens
+      theta,
+      model.architecture,
+      input_tokens,
+      _LENGTHS,
+      cached_tokens,
+      concurrency,
     )
     curves = {
       name: np.asarray(joules) / _LENGTHS
@@ -47,14 +55,28 @@ def sweep(
     }
     best = float(
       sweet_spot.by_gradient(
-        law, theta, model.architecture, input_tokens, cached_tokens
+        law,
+        theta,
+        model.architecture,
+        input_tokens,
+        cached_tokens,
+        concurrency,
       )
     )
     grid = np.asarray(
-      law(theta, model.architecture, _LENGTHS[:, None], _LENGTHS[None, :])
+      law(
+        theta,
+        model.architecture,
+        _LENGTHS[:, None],
+        _LENGTHS[None, :],
+        0,
+        concurrency,
+      )
     )
     line = np.asarray(
-      sweet_spot.by_gradient(law, theta, model.architecture, _LENGTHS)
+      sweet_spot.by_gradient(
+        law, theta, model.architecture, _LENGTHS, 0, concurrency
+      )
     )
   total = np.sum(list(curves.values()), axis=0)
   per_token = grid / _LENGTHS[None, :]
@@ -98,6 +120,7 @@ def sweep(
     "law": fitted.law,
     "input_tokens": input_tokens,
     "cached_tokens": cached_tokens,
+    "concurrency": concurrency,
     "optimum_output_tokens": best,
     "output_tokens": _LENGTHS,
     "joules_per_output_token": total,

@@ -106,6 +106,7 @@ def test_nested_text_configurations_are_found():
     {"model_type": "llava", "text_config": LLAMA}, "a"
   )
   assert nested == plain
+  assert plain.family == "Llama"
 
 
 def test_files_and_folders(tmp_path):
@@ -133,6 +134,9 @@ def test_files_and_folders(tmp_path):
     ({"layer_types": ["linear_attention"] * 32}, "linear attention"),
     ({"model_type": "mamba2"}, "linear attention or state space"),
     ({"model_type": "bert"}, "model_type 'bert' is not among"),
+    ({"layer_types": 5}, "layer_types=5: a list is needed"),
+    ({"sliding_window": "x"}, "sliding_window='x' must be"),
+    ({"intermediate_size": None}, "key 'intermediate_size' is missing"),
     ({"hidden_size": None}, "key 'hidden_size' is missing"),
     ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be"),
     ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 must be"),

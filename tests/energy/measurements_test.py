@@ -21,7 +21,7 @@ def test_byte_order_mark_crlf_separators_and_blank_rows(tmp_path):
     f"{HEADER}\r\n\r\n"
     'Llama 3.1 8B,"1,024",64,"2,500.5"\r\n'
     ",,,\r\n"
-    "OPT 1.3B, 64 ,1_000,3e1\r\n"
+    'OPT 1.3B, 64 ,"1,000",3e1\r\n'
   )
   data = measurements.read_csv(
     write(tmp_path / "a.csv", text, "utf-8-sig"), MODELS
@@ -87,6 +87,7 @@ def test_columns_rows_and_constants(tmp_path):
     (HEADER + "\n", "no rows of measurements"),
     ("model,input_tokens,joules\n", "no column 'output_tokens'"),
     (f"{HEADER}\nOPT 1.3B,1,2,x\n", "line 2: joules='x': not a number"),
+    (f'{HEADER}\nOPT 1.3B,1,2,"1,5"\n', "line 2: joules='1,5': not a number"),
     (f"{HEADER}\nOPT 1.3B,1,2,\n", "line 2: joules='': not a number"),
     (f"{HEADER}\nOPT 1.3B,1,2,nan\n", "line 2: joules='nan': must be finite"),
     (f"{HEADER}\nOPT 1.3B,1,2,-3\n", "line 2: energy -3: must be positive"),
@@ -109,6 +110,14 @@ def test_bad_files_name_place_and_reason(tmp_path, text, message):
     measurements.read_csv(path, MODELS)
   assert str(error.value).startswith(f"{path}: ")
   assert message in str(error.value)
+
+
+def test_what_flags_contradict(tmp_path):
+  path = write(tmp_path / "a.csv", f"{HEADER}\nOPT 1.3B,1,0,2\n")
+  with pytest.raises(ValueError, match="a constant would override it"):
+    measurements.read_csv(path, MODELS, input_tokens=3)
+  with pytest.raises(ValueError, match="line 2: joules per output token with"):
+    measurements.read_csv(path, MODELS, per_token=True)
 
 
 def test_a_missing_file_and_an_unknown_unit(tmp_path):

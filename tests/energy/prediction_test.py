@@ -1,5 +1,6 @@
 """Fitted laws as files, and what is said beside a prediction."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_whatever_lies_outside_is_noted():
     SHIPPED["simple"], MODELS["Gemma 2 9B"], 68000, 5, 63000
   )
   text = "\n".join(found.notes)
-  assert "input_tokens=68000 outside of 64 to 4096, 16.6 times" in text
+  assert "input_tokens=68,000 outside of 64 to 4,096, 16.6 times" in text
   assert "output_tokens=5 outside" in text
   assert "no request with a cached prefix was fitted" in text
   assert "21 of 42 layers see only 4096 positions" in text
@@ -92,6 +93,8 @@ def test_impossible_requests_and_models_that_do_not_fit():
   model = MODELS["Llama 3.1 8B"]
   with pytest.raises(ValueError, match="cached_tokens=2: more than"):
     prediction.predict(SHIPPED["simple"], model, 1, 1, 2)
+  with pytest.raises(ValueError, match="law simple does not know of it"):
+    prediction.predict(SHIPPED["simple"], model, 1, 1, concurrency=8)
   with pytest.raises(ValueError, match="concurrency=0: must be positive"):
     prediction.predict(SHIPPED["capacity"], model, 1, 1, concurrency=0)
   huge = model._replace(
@@ -99,3 +102,29 @@ def test_impossible_requests_and_models_that_do_not_fit():
   )
   with pytest.raises(ValueError, match="do not fit into 80 GB"):
     prediction.predict(SHIPPED["capacity"], huge, 100, 100)
+  for found in (
+    prediction.predict(SHIPPED["capacity"], huge, 100, 100, concurrency=8),
+    prediction.predict(SHIPPED["capacity"], model, 4000, 4000, concurrency=99),
+    prediction.predict(SHIPPED["capacity"], model, 4000000, 100),
+  ):
+    assert any("do not fit into 80 GB" in note for note in found.notes)
+
+
+def test_coefficients_of_one_model_are_for_no_other():
+  grid = measurements.reconstructed_grid()
+  name = "Llama 3.1 8B"
+  one = grid.select(np.asarray([model == name for model in grid.models]))
+  law = laws.LAWS["sweetspot"]
+  theta = measurements.sweetspot_coefficients()[name]
+  fitted = prediction.fitted_on(law, theta, one, "one model")
+  assert prediction.predict(fitted, MODELS[name], 64, 64).joules > 0
+  with pytest.raises(ValueError, match="of one model of 8,030,261,248"):
+    prediction.predict(fitted, MODELS["OPT 1.3B"], 64, 64)
+
+
+def test_ranges_that_are_a_point_are_noted_without_a_factor():
+  fitted = dataclasses.replace(
+    SHIPPED["simple"], ranges={"output_tokens": (0.0, 0.0)}
+  )
+  (note, *_) = prediction.predict(fitted, MODELS["OPT 1.3B"], 9, 9).notes
+  assert note == "extrapolation: output_tokens=9 outside of 0 to 0"

@@ -91,18 +91,33 @@ def test_break_even_is_where_both_cost_the_same():
   assert float(drafted) == pytest.approx(float(plain), rel=1e-5)
 
 
-def test_where_it_stops_paying():
+def test_where_it_pays():
   def needed(batch):
     return speculative.break_even_joules(
       PRICES, QWEN, DRAFTER, operation(concurrency=batch)
     )
 
-  crossing = speculative.where_it_stops_paying(needed, 3.0, 1, 1024)
-  assert float(needed(crossing)) == pytest.approx(3.0, rel=1e-3)
-  assert speculative.where_it_stops_paying(needed, 16.0, 1, 1024) == np.inf
-  assert speculative.where_it_stops_paying(needed, 1.0, 1, 1024) == 0
+  crossing = speculative.where_it_pays(needed, 3.0, 1, 1024)
+  assert crossing.pays == "below"
+  assert float(needed(crossing.at)) == pytest.approx(3.0, rel=1e-3)
+  found = speculative.where_it_pays(needed, 16.0, 1, 1024)
+  assert found == ("everywhere", None)
+  assert speculative.where_it_pays(needed, 1.0, 1, 1024) == ("nowhere", None)
+
+
+def test_a_long_context_makes_a_drafter_pay():
+  def needed(context):
+    return speculative.break_even_joules(
+      PRICES, QWEN, DRAFTER, operation(context)
+    )
+
+  crossing = speculative.where_it_pays(needed, 1.6, 16, 1e6)
+  assert crossing.pays == "above"
+  assert float(needed(crossing.at)) == pytest.approx(1.6, rel=1e-3)
 
 
 def test_other_laws_have_no_prices():
   with pytest.raises(ValueError, match="'capacity' is needed"):
     speculative.prices_of(laws.SIMPLE_OF_THE_PAPER, laws.SIMPLE)
+  with pytest.raises(ValueError, match="kv below zero, which is no price"):
+    speculative.prices_of((1, -1, 1, 1, 1), laws.LAWS["capacity"])

@@ -3,9 +3,10 @@
 import csv
 import json
 
+import jax
 import pytest
 
-from energy import measurements
+from energy import architecture, laws, measurements, prediction
 from experiments.stages import energy_inputs
 from tests import script_runner
 from tests.energy import fake_nvml
@@ -18,6 +19,8 @@ WORKED = {
   "law": "simple",
 }
 
+MADE = (2e-12, 1e-9, 5e-10, 5e-7, 4.0)
+
 
 def read_json(path):
   return json.loads(path.read_text())
@@ -27,7 +30,7 @@ def test_predict_gives_the_worked_example_and_says_that_it_extrapolates():
   done = script_runner.run_well("predict_energy", **WORKED)
   assert "668.7" in done.stdout and "86 %" in done.stdout
   assert "0.1857" in done.stdout  # kWh of a thousand such requests.
-  assert "note: extrapolation: input_tokens=68000" in done.stdout
+  assert "note: extrapolation: input_tokens=68,000" in done.stdout
   assert "no request with a cached prefix was fitted" in done.stdout
   done = script_runner.run_well("predict_energy", **WORKED, json=True)
   found = json.loads(done.stdout)
@@ -74,7 +77,10 @@ def test_predict_reads_a_configuration_and_sweeps(tmp_path):
     ({"model": "GPT-5"}, "--model=GPT-5: not among"),
     ({"input_tokens": "many"}, "--input_tokens=many: a number of tokens"),
     ({"input_tokens": "-5"}, "--input_tokens=-5: must be finite"),
-    ({"cached_tokens": "69k"}, "cached_tokens=69000.0: more than"),
+    (
+      {"cached_tokens": "69k"},
+      "--cached_tokens=69k: more than --input_tokens=68k",
+    ),
     ({"law": "cubic"}, "--law=cubic: not among ['capacity', 'simple'"),
     ({"config": "a.json"}, "one of --model and --config is needed"),
     ({"coefficients": "none.json"}, "none.json: no such file"),
@@ -129,7 +135,10 @@ def test_fit_refuses_what_cannot_be(tmp_path):
     ({"data": path}, "no column 'joules' (energy)"),
     ({"data": path, "columns": "energy"}, "--columns=energy: KEY=NAME"),
     ({"data": path, "where": "E"}, "--where=E: KEY=VALUE is needed"),
-    ({"data": path, "columns": "energy=E"}, "nothing to hold out"),
+    (
+      {"data": path, "columns": "energy=E"},
+      "--holdout=model: the rows are all of OPT 1.3B",
+    ),
     ({"law": "flops"}, "law flops has coefficients of its own"),
     ({"configs": "x"}, "--configs=x: NAME=FILE is needed"),
   ):
@@ -138,6 +147,54 @@ def test_fit_refuses_what_cannot_be(tmp_path):
     done = script_runner.run("fit_energy", work_dir=tmp_path / "run", **changes)
     assert done.status == 1, changes
     assert error in done.error
+
+
+def write_leaderboard(path):
+  """Rows as ML.ENERGY has them, made by a capacity law at 300 tokens in."""
+  law, models = laws.LAWS["capacity"], architecture.shipped_models()
+  names = ("google/gemma-2-9b-it", "OPT 6.7B", "Qwen3 8B", "OPT 1.3B")
+  with path.open("w", newline="") as file:
+    writer = csv.writer(file)
+    writer.writerow(
+      ["Model", "Avg Output Tokens", "Energy/req (J)", "Avg BS (reqs)"]
+      + ["GPU", "TP", "PP"]
+    )
+    for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"):
+      for name in names:
+        for batch in (4, 16, 64, 250):
+          outputs = 200 + batch
+          sizes = models[name].architecture
+          joules = law(MADE, sizes, 300, outputs, concurrency=batch)
+          row = [name, outputs, float(joules), batch, gpu, 1, 1]
+          writer.writerows([row, [*row[:-2], 2, 1]])
+      writer.writerow(["unknown", 1, 1, 1, gpu, 1, 1])
+
+
+@pytest.mark.slow  # Dozens of fits of many shapes, each compiled.
+def test_study_gives_the_figures_that_ship(tmp_path):
+  path = tmp_path / "leaderboard.csv"
+  write_leaderboard(path)
+  script_runner.run_well(
+    "study_energy", replicates=10, mlenergy=path, work_dir=tmp_path
+  )
+  results = read_json(tmp_path / "results.json")
+  assert results["our_law"]["nested_mape"] <= 7.5
+  assert results["single_models"]["largest_change_of_table_5"] < 1e-6
+  simple = results["shared_laws"]["SIMPLE, relative"]
+  assert simple["in_sample"]["mape"] == pytest.approx(12.16, abs=0.01)
+  assert results["shared_laws"]["SIMPLE, absolute, J"]["not_positive"] == 68
+  for one in results["batch_term"]:
+    assert one["rows"] == 16
+    if one["input_tokens"] == 300:
+      assert one["theta"]["weights"] == pytest.approx(MADE[2], rel=1e-3)
+      assert one["mape"] < 0.1 < one["mape_without"]
+  made = read_json(tmp_path / "fitted_laws.json")
+  for name, fitted in prediction.shipped().items():
+    assert made[name]["theta"] == pytest.approx(fitted.theta, rel=1e-6)
+    assert made[name]["band"]["low"] == pytest.approx(fitted.band.low)
+  assert "reconstructed from published fits" in (
+    tmp_path / "table.md"
+  ).read_text(encoding="utf-8")
 
 
 def test_plan_says_where_drafting_pays(tmp_path):
@@ -152,7 +209,8 @@ def test_plan_says_where_drafting_pays(tmp_path):
       plan["advancement"] / one["break_even_advancement"], rel=1e-4
     )
     assert one["gain"] > 1
-    assert 8 < one["stops_paying_at"]["concurrency"] < 4096
+    assert one["pays"]["concurrency"]["pays"] == "below"
+    assert 8 < one["pays"]["concurrency"]["at"] < 4096
   assert (tmp_path / "break_even.png").read_bytes().startswith(b"\x89PNG")
   for changes, error in (
     ({"advancement": 20}, "--verify_width=16"),
@@ -160,7 +218,7 @@ def test_plan_says_where_drafting_pays(tmp_path):
     ({"law": "simple"}, "law 'simple' does not tell weights"),
   ):
     done = script_runner.run(
-      "plan_serving", model="Qwen3 8B", work_dir=tmp_path, **changes
+      "plan_serving", model="Qwen3 8B", work_dir=tmp_path / "bad", **changes
     )
     assert done.status == 1
     assert error in done.error
@@ -169,6 +227,11 @@ def test_plan_says_where_drafting_pays(tmp_path):
 @pytest.mark.slow  # A decode loop for each point.
 def test_measured_fitted_predicted(tiny, tmp_path, monkeypatch):
   fake_nvml.FakeGpu(watts=100.0).install(monkeypatch)
+  done = script_runner.run(
+    "measure_energy", target=tiny.target, work_dir=tmp_path / "cpu"
+  )
+  assert done.error.startswith("JAX computes on cpu, not on the GPU")
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   options = {
     "target": tiny.target,
     "name": "tiny",
