@@ -166,21 +166,26 @@ def from_file(path: pathlib.Path | str) -> Model:
   path = pathlib.Path(path)
   if path.is_dir():
     path = path / "config.json"
+  return from_config(read_json(path), str(path))
+
+
+def read_json(path: pathlib.Path | str) -> dict[str, Any]:
+  """A JSON object from a file; ValueError with the path if it is not one."""
+  path = pathlib.Path(path)
   try:
-    config = json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(path.read_text(encoding="utf-8"))
   except FileNotFoundError:
     raise ValueError(f"{path}: no such file") from None
   except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
     raise ValueError(f"{path}: not readable as JSON ({error})") from None
-  if not isinstance(config, dict):
+  if not isinstance(found, dict):
     raise ValueError(f"{path}: a JSON object is needed")
-  return from_config(config, str(path))
+  return found
 
 
 def shipped_models() -> dict[str, Model]:
   """The models of the SweetSpot and ML.ENERGY data, by name."""
-  path = DATASETS / "models.json"
-  listed = json.loads(path.read_text(encoding="utf-8"))
+  listed = read_json(DATASETS / "models.json")
   return {
     name: from_config(entry["config"], name, entry["family"])
     for name, entry in listed.items()

@@ -215,6 +215,16 @@ SIMPLE = Law(
 )
 
 
+def weight_bytes(sizes: Architecture) -> Any:
+  """Bytes of the weights."""
+  return _BYTES_PER_NUMBER * sizes.parameters
+
+
+def cache_bytes(sizes: Architecture, tokens: Any) -> Any:
+  """Bytes of the keys and values of so many tokens."""
+  return _BYTES_PER_NUMBER * 2 * sizes.num_layers * sizes.kv_width * tokens
+
+
 def inverse_concurrency(
   sizes: Architecture,
   request: Request,
@@ -229,10 +239,8 @@ def inverse_concurrency(
   """
   if request.concurrency is not None:
     return 1 / request.concurrency
-  free = memory_bytes - _BYTES_PER_NUMBER * sizes.parameters
-  numbers = 2 * sizes.num_layers * sizes.kv_width  # Keys and values.
-  length = request.input_tokens + request.output_tokens
-  needed = _BYTES_PER_NUMBER * numbers * length
+  free = memory_bytes - weight_bytes(sizes)
+  needed = cache_bytes(sizes, request.input_tokens + request.output_tokens)
   fits = free > 0
   by_memory = jnp.where(fits, needed / jnp.where(fits, free, 1.0), jnp.inf)
   return jnp.maximum(by_memory, 1 / max_requests)

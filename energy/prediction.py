@@ -5,7 +5,6 @@ or the model lies outside of what the coefficients were fitted on.
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 
 from energy import laws
-from energy.architecture import DATASETS, Model, Number
+from energy.architecture import DATASETS, Model, Number, read_json
 from energy.measurements import Measurements
 from energy.validation import ErrorBand
 
@@ -224,8 +223,9 @@ def memory_notes(
   if fitted.law != "capacity":
     return []
   sizes = model.architecture
-  cache = 4 * sizes.num_layers * sizes.kv_width * tokens * concurrency
-  needed = 2 * sizes.parameters + cache
+  needed = laws.weight_bytes(sizes) + concurrency * laws.cache_bytes(
+    sizes, tokens
+  )
   if needed <= fitted.memory_bytes:
     return []
   return [
@@ -305,16 +305,10 @@ def read(path: pathlib.Path | str) -> dict[str, FittedLaw]:
   Raises:
     ValueError: the file does not hold any; names it.
   """
-  path = pathlib.Path(path)
-  try:
-    found = json.loads(path.read_text(encoding="utf-8"))
-  except FileNotFoundError:
-    raise ValueError(f"{path}: no such file") from None
-  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-    raise ValueError(f"{path}: not readable as JSON ({error})") from None
-  if isinstance(found, dict) and isinstance(found.get("fitted"), dict):
+  found = read_json(path)
+  if isinstance(found.get("fitted"), dict):
     found = {found["fitted"].get("law"): found["fitted"]}
-  if not isinstance(found, dict) or not found:
+  if not found:
     raise ValueError(f"{path}: no fitted laws")
   laws_of = {}
   for name, entry in found.items():

@@ -30,8 +30,6 @@ from jax import numpy as jnp
 from energy import laws
 from energy.architecture import Architecture, Number
 
-_BYTES_PER_NUMBER = 2
-
 
 class Prices(NamedTuple):
   """Coefficients of the capacity law: joules per unit of its terms."""
@@ -156,10 +154,8 @@ def pass_seconds(
   context_tokens, concurrency, tokens = map(
     laws.floating, (context_tokens, concurrency, tokens)
   )
-  kv_numbers = 2 * sizes.num_layers * sizes.kv_width
-  read = _BYTES_PER_NUMBER * (
-    sizes.parameters + concurrency * kv_numbers * context_tokens
-  )
+  caches = concurrency * laws.cache_bytes(sizes, context_tokens)
+  read = laws.weight_bytes(sizes) + caches
   products = 2 * sizes.parameters * tokens * concurrency
   attention = (
     4

@@ -93,13 +93,7 @@ LEVEL = 0.9
 
 
 def main(unused_argv):
-  columns = {}
-  for entry in _COLUMNS.value:
-    for pair in entry.split(","):
-      key, equals, name = pair.partition("=")
-      if not equals:
-        raise ValueError(f"--columns={pair}: KEY=NAME is needed")
-      columns[key.strip()] = name.strip()
+  columns = energy_inputs.mapping(_COLUMNS)
   data, source = read_data(columns)
   settings = {
     "memory_bytes": 1e9 * _MEMORY.value,
@@ -132,6 +126,8 @@ def main(unused_argv):
       "skip_unknown_models": _SKIP.value,
       "holdout": _HOLDOUT.value,
       "method": _METHOD.value,
+      "replicates": _REPLICATES.value,
+      "seed": _SEED.value,
       "settings": settings,
     }
     | objective(),

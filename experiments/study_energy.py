@@ -98,7 +98,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 def main(unused_argv):
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
-    config={"replicates": _REPLICATES.value, "seed": _SEED.value},
+    config={
+      "mlenergy": _MLENERGY.value,
+      "replicates": _REPLICATES.value,
+      "seed": _SEED.value,
+    },
     argv=sys.argv,
     resume=True,
   )
@@ -410,7 +414,9 @@ def batch_term(path: str) -> list[dict[str, Any]]:
           "gpu": gpu,
           "input_tokens": inputs,
           "rows": len(data.joules),
-          "theta": dict(zip(prediction_names(law), theta, strict=True)),
+          "theta": {
+            one.name: x for one, x in zip(law.coefficients, theta, strict=True)
+          },
           "mape": validation.mape(data.joules, predicted),
           "held_out_mape": validation.mape(data.joules, outer),
           "mape_without": validation.mape(
@@ -420,11 +426,6 @@ def batch_term(path: str) -> list[dict[str, Any]]:
         }
       )
   return found
-
-
-def prediction_names(law: laws.Law) -> list[str]:
-  """Names of the coefficients."""
-  return [one.name for one in law.coefficients]
 
 
 def errors_by_model(data, predicted) -> dict[str, dict[str, float]]:

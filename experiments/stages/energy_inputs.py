@@ -60,12 +60,12 @@ def models_with(configs: Sequence[str]) -> dict[str, architecture.Model]:
 
 
 def mapping(flag: flags.FlagHolder) -> dict[str, str]:
-  """KEY=VALUE entries of a list flag."""
+  """KEY=VALUE,... of a flag that is a list or may be given several times."""
   found = {}
-  for entry in flag.value:
-    key, equals, value = entry.partition("=")
+  for pair in ",".join(flag.value).split(",") if flag.value else ():
+    key, equals, value = pair.partition("=")
     if not equals:
-      raise ValueError(f"--{flag.name}={entry}: KEY=VALUE is needed")
+      raise ValueError(f"--{flag.name}={pair}: KEY=VALUE is needed")
     found[key.strip()] = value.strip()
   return found
 

@@ -4,6 +4,7 @@ import csv
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from energy import architecture, laws, measurements, prediction
@@ -133,7 +134,10 @@ def test_fit_refuses_what_cannot_be(tmp_path):
   path.write_text("model,input_tokens,output_tokens,E\nOPT 1.3B,1,2,3\n")
   for changes, error in (
     ({"data": path}, "no column 'joules' (energy)"),
-    ({"data": path, "columns": "energy"}, "--columns=energy: KEY=NAME"),
+    (
+      {"data": path, "columns": "energy"},
+      "--columns=energy: KEY=VALUE is needed",
+    ),
     ({"data": path, "where": "E"}, "--where=E: KEY=VALUE is needed"),
     (
       {"data": path, "columns": "energy=E"},
@@ -273,9 +277,15 @@ def test_measured_fitted_predicted(tiny, tmp_path, monkeypatch):
   )
   found = json.loads(done.stdout)
   assert found["law"] == "baseline4"
-  # Four points, three coefficients: near to what was measured there.
-  measured = [float(row["joules"]) for row in rows]
-  assert found["joules"] == pytest.approx(measured[-1], rel=0.8)
+  # Relative least squares of what was measured, at the last of its points.
+  columns = ("input_tokens", "output_tokens", "joules")
+  inputs, outputs, joules = np.asarray(
+    [[float(row[key]) for key in columns] for row in rows]
+  ).T
+  terms = np.stack([outputs, inputs, inputs * outputs], axis=1)
+  theta = np.linalg.lstsq(terms / joules[:, None], np.ones(4), rcond=None)[0]
+  expected = np.asarray([6, 8, 48]) @ theta
+  assert found["joules"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_measuring_without_a_gpu_is_an_error(tiny, tmp_path, monkeypatch):
