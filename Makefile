@@ -24,7 +24,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help quickstart test test-slow lint format clean
+.PHONY: help quickstart test test-slow test-hopper lint format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' \
@@ -40,6 +40,15 @@ test: .venv/.installed  ## Run the fast tests on the CPU
 # pytest exits with 5 when no test carries the marker, which is no failure.
 test-slow: .venv/.installed  ## Run the slow tests on the CPU
 	$(PYTEST) -m slow $(ARGS) || [ $$? -eq 5 ]
+
+# Triton and JAX's CUDA plugin lie beside the environment, not in it: a JAX that
+# finds the plugin but no GPU complains in every other command.
+HOPPER := .venv/hopper
+HOPPER_PYTEST = PYTHONPATH=$(HOPPER) $(PYTEST) -m hopper tests/kernels
+
+test-hopper: $(HOPPER)/.installed  ## Check the kernels for Hopper, without a GPU
+	TRITON_INTERPRET=1 $(HOPPER_PYTEST) $(ARGS)
+	$(HOPPER_PYTEST) $(ARGS)
 
 lint: .venv/.installed-dev  ## Check style, format and types
 	.venv/bin/ruff check .
@@ -66,3 +75,9 @@ clean:  ## Remove the environment and all caches; keeps runs/
 	@echo "Installing the project and its dev tools (about a minute) ..."
 	@$(PIP_INSTALL) -e ".[dev]"
 	@touch .venv/.installed $@
+
+$(HOPPER)/.installed: pyproject.toml constraints.txt | .venv/.installed
+	@echo "Installing Triton and JAX's CUDA plugin (half a minute) ..."
+	@$(PIP_INSTALL) --no-deps --upgrade --target $(HOPPER) \
+	  jax-cuda13-plugin jax-cuda13-pjrt jax-triton triton
+	@touch $@

@@ -4,6 +4,7 @@ The environment is set before JAX is imported, so this file imports it late.
 """
 
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -26,18 +27,32 @@ jax.config.update("jax_default_matmul_precision", "float32")
 # milliseconds. Scripts started as processes of their own are compiled fully.
 jax.config.update("jax_disable_most_optimizations", True)
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def _modules_of_kernels() -> list[str]:
+  """All but the Triton kernels, which Triton reads as text, names and all."""
+  return [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "kernels").rglob("*.py"))
+    if path.stem != "__init__" and not path.stem.startswith("triton")
+  ]
+
+
 # Must precede the first import of these packages. It stays for the session.
 jaxtyping.install_import_hook(
-  ["dspine_jax", "kernels", "energy"], "beartype.beartype"
+  ["dspine_jax", "energy", *_modules_of_kernels()], "beartype.beartype"
 )
 
 
 def pytest_collection_modifyitems(
   config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-  """Skips slow tests unless -m speaks of them, and GPU tests without a GPU."""
+  """Skips slow and Hopper tests unless -m speaks of them, GPU tests without."""
   if "slow" not in config.option.markexpr:
     _skip(items, "slow", "slow: select it with -m slow")
+  if "hopper" not in config.option.markexpr:
+    _skip(items, "hopper", "for Hopper: select it with make test-hopper")
   if any(item.get_closest_marker("gpu") for item in items):
     if jax.default_backend() != "gpu":
       _skip(items, "gpu", "needs a GPU, and JAX_PLATFORMS=cuda to use it")

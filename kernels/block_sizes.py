@@ -1,0 +1,122 @@
+"""Tile sizes of kernels: an argument, else a tuned file, else a heuristic.
+
+Tuned sizes and measured defaults are one JSON per kind of device, written by
+`experiments.gpu_suite`, never while an op runs:
+
+  {"defaults": {op: implementation},
+   "block_sizes": {op: {kernel: {bucket: {"rows": 64, ...}}}}}
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import get_abstract_mesh
+
+FOLDER = pathlib.Path(__file__).resolve().parent / "tuned"
+
+# Kinds of device that the kernels are written for.
+HOPPER = ("nvidia_h100", "nvidia_h200")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+  """The tile of one kernel; what an axis is, the kernel says.
+
+  Attributes:
+    rows: rows of the output tile (slots, queries).
+    cols: columns of the output tile (features, keys, vocabulary).
+    inner: step along the contracted axis.
+    num_warps: warps of a program; four are one warpgroup.
+    num_stages: depth of the software pipeline.
+  """
+
+  rows: int
+  cols: int
+  inner: int
+  num_warps: int = 4
+  num_stages: int = 3
+
+  def __post_init__(self):
+    for name in ("rows", "cols", "inner", "num_warps"):
+      value = getattr(self, name)
+      if value < 1 or value & (value - 1):
+        raise ValueError(f"{name}={value}: must be a power of two")
+    if self.num_stages < 1:
+      raise ValueError(f"num_stages={self.num_stages}: must be at least 1")
+
+
+# Sizes of the kernels of one op, in a form that may be a static argument.
+Given = tuple[tuple[str, BlockSizes], ...]
+
+
+def freeze(given: Mapping[str, BlockSizes] | None, known: tuple) -> Given:
+  """A public `block_sizes` argument in hashable form.
+
+  Raises:
+    ValueError: it names a kernel that the op does not have.
+  """
+  given = given or {}
+  unknown = sorted(set(given) - set(known))
+  if unknown:
+    raise ValueError(f"block_sizes: {unknown} are none of the kernels {known}")
+  return tuple(sorted(given.items()))
+
+
+def choose(
+  op: str,
+  kernel: str,
+  bucket: str,
+  given: Given,
+  heuristic: Callable[[], BlockSizes],
+) -> BlockSizes:
+  """Sizes from the argument, else the tuned file, else the heuristic.
+
+  Args:
+    op: name of the op.
+    kernel: name of one of its kernels.
+    bucket: what tuned sizes depend on, as `bucket_of` writes it.
+    given: from `freeze`.
+    heuristic: sizes for a shape and device that nobody tuned.
+  """
+  if kernel in dict(given):
+    return dict(given)[kernel]
+  sizes = tuned(device_kind()).get("block_sizes", {})
+  entry = sizes.get(op, {}).get(kernel, {}).get(bucket)
+  return heuristic() if entry is None else BlockSizes(**entry)
+
+
+def bucket_of(rows: int, **dims: int) -> str:
+  """"rows=256,d=4096": rows rounded up to a power of two, the rest exact."""
+  rounded = 1 << max(rows - 1, 0).bit_length()
+  return ",".join(f"{k}={v}" for k, v in {"rows": rounded, **dims}.items())
+
+
+def device_kind() -> str | None:
+  """"nvidia_h100" and the like: what is traced for; None without a GPU."""
+  device = get_abstract_mesh().abstract_device
+  if device is not None:
+    kind = device.device_kind
+  elif jax.default_backend() == "gpu":
+    kind = jax.devices()[0].device_kind
+  else:
+    return None
+  return "_".join(kind.lower().split()[:2])
+
+
+def measured_default(op: str) -> str | None:
+  """The implementation that was fastest on this kind of device, if measured."""
+  return tuned(device_kind()).get("defaults", {}).get(op)
+
+
+@functools.cache
+def tuned(kind: str | None) -> dict[str, Any]:
+  """What was measured on a kind of device; empty if nothing was."""
+  path = FOLDER / f"{kind}.json"
+  if kind is None or not path.exists():
+    return {}
+  return json.loads(path.read_text())
