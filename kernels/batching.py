@@ -35,7 +35,9 @@ def rows_first(
     else:
       rows = [
         x if is_batched else jnp.broadcast_to(x[None], (axis_size, *x.shape))
-        for x, is_batched in zip(arguments, in_batched[:num_rows])
+        for x, is_batched in zip(
+          arguments[:num_rows], in_batched[:num_rows], strict=True
+        )
       ]
       out = mapped(*rows, *arguments[num_rows:])
     return out, (True,) * len(out)
@@ -44,14 +46,16 @@ def rows_first(
 
 
 def _one_by_one(function, in_batched, arguments):
-  batched = [x for x, is_batched in zip(arguments, in_batched) if is_batched]
+  batched = [
+    x for x, is_batched in zip(arguments, in_batched, strict=True) if is_batched
+  ]
 
   def one(slices):
     slices = iter(slices)
     return function(
       *(
         next(slices) if is_batched else x
-        for x, is_batched in zip(arguments, in_batched)
+        for x, is_batched in zip(arguments, in_batched, strict=True)
       )
     )
 

@@ -91,13 +91,13 @@ def choose(
 
 
 def bucket_of(rows: int, **dims: int) -> str:
-  """"rows=256,d=4096": rows rounded up to a power of two, the rest exact."""
+  """ "rows=256,d=4096": rows rounded up to a power of two, the rest exact."""
   rounded = 1 << max(rows - 1, 0).bit_length()
   return ",".join(f"{k}={v}" for k, v in {"rows": rounded, **dims}.items())
 
 
 def device_kind() -> str | None:
-  """"nvidia_h100" and the like: what is traced for; None without a GPU."""
+  """ "nvidia_h100" and the like: what is traced for; None without a GPU."""
   device = get_abstract_mesh().abstract_device
   if device is not None:
     kind = device.device_kind

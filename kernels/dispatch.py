@@ -24,7 +24,7 @@ Limits = Mapping[str, Callable[[], str | None]]
 
 
 def platform() -> str:
-  """"cpu" or "gpu": what the function being traced will run on.
+  """ "cpu" or "gpu": what the function being traced will run on.
 
   An abstract mesh with a described device (a compile without that device)
   comes before the default backend.

@@ -10,7 +10,7 @@ Triton kernels: `triton_resources.py`.
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 import numpy as np
@@ -67,7 +67,7 @@ def _mesh() -> Mesh:
 
 
 @contextlib.contextmanager
-def described_h100() -> Iterator[None]:
+def described_h100() -> Generator[None]:
   """What is traced in this context is traced for an H100."""
   with jax.sharding.use_abstract_mesh(_mesh().abstract_mesh):
     yield

@@ -9,7 +9,7 @@ to a list of launches whose resources are then looked up.
 import contextlib
 import contextvars
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ def unavailable() -> str | None:
 
 
 @contextlib.contextmanager
-def launching_with(launcher: Launcher) -> Iterator[None]:
+def launching_with(launcher: Launcher) -> Generator[None]:
   """Launches go to `launcher` while functions are traced in this context."""
   token = _launcher.set(launcher)
   try:
