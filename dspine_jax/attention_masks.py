@@ -4,9 +4,9 @@ Three rules cover every pass of the package:
 
 * own tokens of a pass attend causally to each other (`causal`), or, inside a
   bidirectional draft block, to all of their block;
-* cached or context positions are seen up to a length (`prefix`): the target
-  sees what is committed, a draft block sees context strictly before its anchor
-  (the anchor's own target state does not exist yet at inference);
+* cached or context positions are seen up to a length (`masks.prefix`): the
+  target sees what is committed, a draft block sees context strictly before its
+  anchor (the anchor's own target state does not exist yet at inference);
 * a sliding layer of a drafter sees only the end of that prefix, from
   `window_starts` on. Tools that train such drafters differ in where it begins
   and in the rule inside the block: `WINDOW_CONVENTIONS`.
@@ -21,6 +21,7 @@ from jax import numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dspine_jax.method_options import require
+from kernels.block_attention import masks
 
 
 def causal(num_tokens: int) -> Bool[Array, "t t"]:
@@ -38,20 +39,6 @@ def in_block(block_size: int, *, is_causal: bool) -> Bool[Array, "k k"]:
   if is_causal:
     return causal(block_size)
   return jnp.ones((block_size, block_size), bool)
-
-
-def prefix(
-  lengths: Int[Array, "*b"],
-  num_keys: int,
-  starts: Int[Array, "*b"] | None = None,
-) -> Bool[Array, "*b s"]:
-  """Keys at positions < length, and from `starts` on if they are given.
-
-  prefix([2], 4) = [[1, 1, 0, 0]], prefix([3], 4, [1]) = [[0, 1, 1, 0]]
-  """
-  keys = jnp.arange(num_keys).reshape((1,) * lengths.ndim + (-1,))
-  mask = keys < lengths[..., None]
-  return mask if starts is None else mask & (keys >= starts[..., None])
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -191,7 +178,7 @@ def anchor_blocks(
   if window is not None:
     starts = window_starts(anchors, block_size, window, convention)
     is_causal = is_causal or WINDOW_CONVENTIONS[convention].is_causal
-  context = prefix(ends, context_length, starts)
+  context = masks.prefix(ends, context_length, starts)
   same_block = jnp.eye(num_blocks, dtype=bool)[:, None, :, None]
   inside = in_block(block_size, is_causal=is_causal)[None, :, None, :]
   own = (same_block & inside).reshape(

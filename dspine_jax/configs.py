@@ -41,6 +41,10 @@ class RopeScaling:
   original_max_positions: int = 8192
 
 
+# bfloat16 is for GPUs; XLA:CPU is slower in it.
+DTYPES = ("float32", "bfloat16")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig:
   """A Qwen3- or Llama-style decoder.
@@ -51,6 +55,8 @@ class TargetConfig:
     tie_embeddings: the head is the embedding table.
     eos_token_ids: stop tokens of the model's own config, possibly none.
     max_positions: longest sequence the positions were made for.
+    dtype: of activations, matrix products and caches, one of `DTYPES`; norms,
+      softmax, logits and sums are float32, parameters keep their own.
   """
 
   vocab_size: int
@@ -68,6 +74,7 @@ class TargetConfig:
   max_positions: int = 40960
   eos_token_ids: tuple[int, ...] = ()
   bos_token_id: int | None = None
+  dtype: str = "float32"
 
   def __post_init__(self):
     _check_widths(self)
@@ -98,6 +105,7 @@ def _check_widths(cfg) -> None:
     f"must divide num_heads={cfg.num_heads}",
   )
   _require(cfg.head_dim % 2 == 0, "head_dim", cfg.head_dim, "must be even")
+  _require(cfg.dtype in DTYPES, "dtype", cfg.dtype, f"not in {DTYPES}")
 
 
 def embedded_target() -> TargetConfig:
@@ -181,6 +189,7 @@ class DrafterConfig:
       if no layer slides.
     sliding_window_convention: where the window begins, and the rule inside the
       block; key of `attention_masks.WINDOW_CONVENTIONS`.
+    dtype: of activations, matrix products and caches, as in `TargetConfig`.
     dflash, dflash2, domino, dspark, dspine: options of the method of that name;
       None for all others.
   """
@@ -207,6 +216,7 @@ class DrafterConfig:
   layer_types: tuple[str, ...] = ()
   sliding_window: int | None = None
   sliding_window_convention: str = attention_masks.DEFAULT_CONVENTION
+  dtype: str = "float32"
   dflash: DFlashOptions | None = None
   dflash2: DFlash2Options | None = None
   domino: DominoOptions | None = None

@@ -53,16 +53,15 @@ def init(
   *,
   num_layers: int,
   stacked: bool = False,
-  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> KVCache:
-  """An empty cache; `cfg` gives num_kv_heads and head_dim."""
+  """An empty cache; `cfg` gives num_kv_heads, head_dim and dtype."""
   shape = (batch_size, cfg.num_kv_heads, capacity, cfg.head_dim)
   if stacked:
     shape = (num_layers, *shape)
-    kv_layers = (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    kv_layers = (jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
   else:
     kv_layers = tuple(
-      (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+      (jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
       for _ in range(num_layers)
     )
   return KVCache(layers=kv_layers, lengths=jnp.zeros((batch_size,), jnp.int32))

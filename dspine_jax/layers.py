@@ -2,7 +2,8 @@
 
 Linen modules hold the parameters; `apply_layers` runs a list of layers either
 unrolled (a tuple of per-layer parameters, best on CPU) or scanned (one dict of
-stacked parameters, best on GPU). Attention itself is in `attention.py`.
+stacked parameters, best on GPU). Attention itself is in
+`kernels.block_attention`.
 """
 
 from collections.abc import Callable

@@ -6,6 +6,7 @@ weights have no such form: those calls run one after another.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -60,3 +61,19 @@ def _one_by_one(function, in_batched, arguments):
     )
 
   return lax.map(one, batched)
+
+
+def vary_like(tree: Any, *arrays: jax.Array) -> Any:
+  """`tree` typed as different over the axes of shard_map that `arrays` are.
+
+  Weights that are the same for all shards need it in front of a `custom_vjp`
+  with rows of a shard: their cotangents are then summed over the shards.
+  Outside of shard_map it does nothing.
+  """
+  axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
+
+  def vary(leaf):
+    missing = axes - jax.typeof(leaf).mat.varying
+    return lax.pcast(leaf, tuple(sorted(missing)), to="varying")
+
+  return jax.tree.map(vary, tree) if axes else tree

@@ -7,12 +7,14 @@ Tuned sizes and measured defaults are one JSON per kind of device, written by
    "block_sizes": {op: {kernel: {bucket: {"rows": 64, ...}}}}}
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import get_abstract_mesh
@@ -54,6 +56,31 @@ class BlockSizes:
 Given = tuple[tuple[str, BlockSizes], ...]
 
 
+class Choice(NamedTuple):
+  """What was asked of `choose`, and the answer."""
+
+  op: str
+  kernel: str
+  bucket: str
+  sizes: BlockSizes
+
+
+_choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
+  "choices", default=None
+)
+
+
+@contextlib.contextmanager
+def recording() -> Generator[list[Choice]]:
+  """The choices that are made while functions are traced in this context."""
+  choices: list[Choice] = []
+  token = _choices.set(choices)
+  try:
+    yield choices
+  finally:
+    _choices.reset(token)
+
+
 def freeze(given: Mapping[str, BlockSizes] | None, known: tuple) -> Given:
   """A public `block_sizes` argument in hashable form.
 
@@ -83,11 +110,15 @@ def choose(
     given: from `freeze`.
     heuristic: sizes for a shape and device that nobody tuned.
   """
-  if kernel in dict(given):
-    return dict(given)[kernel]
-  sizes = tuned(device_kind()).get("block_sizes", {})
-  entry = sizes.get(op, {}).get(kernel, {}).get(bucket)
-  return heuristic() if entry is None else BlockSizes(**entry)
+  sizes = dict(given).get(kernel)
+  if sizes is None:
+    entries = tuned(device_kind()).get("block_sizes", {})
+    entry = entries.get(op, {}).get(kernel, {}).get(bucket)
+    sizes = heuristic() if entry is None else BlockSizes(**entry)
+  choices = _choices.get()
+  if choices is not None:
+    choices.append(Choice(op, kernel, bucket, sizes))
+  return sizes
 
 
 def bucket_of(rows: int, **dims: int) -> str:

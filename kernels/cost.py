@@ -55,10 +55,11 @@ class OpCost(NamedTuple):
 
 def seconds(stages: Sequence[Stage], device: Device) -> float:
   """Least time of stages that run one after another."""
-  return sum(
+  times = (
     max(stage.flops / device.flops, stage.bytes / device.bandwidth)
     for stage in stages
   )
+  return sum(times, start=0.0)
 
 
 def gain(cost: OpCost, device: Device = H100) -> float:

@@ -7,7 +7,9 @@ when a function is traced, for the device that it is traced for. Not here: the
 implementations themselves, and block sizes (`block_sizes.py`).
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import contextvars
+from collections.abc import Callable, Generator, Mapping
 
 import jax
 from jax.sharding import get_abstract_mesh
@@ -21,6 +23,23 @@ WORTHWHILE = 1.2
 
 # Why an implementation cannot do this call, or None if it can.
 Limits = Mapping[str, Callable[[], str | None]]
+
+
+_only_xla = contextvars.ContextVar("only_xla", default=False)
+
+
+@contextlib.contextmanager
+def only_xla() -> Generator[None]:
+  """Where no implementation is named, XLA is taken: for "before and after".
+
+  Like every choice here it is made when a function is traced, and is no part
+  of the key of `jax.jit`'s cache: compare functions that are jitted inside.
+  """
+  token = _only_xla.set(True)
+  try:
+    yield
+  finally:
+    _only_xla.reset(token)
 
 
 def platform() -> str:
@@ -64,6 +83,8 @@ def resolve(
     NotImplementedError: the named one cannot do this call.
   """
   if implementation is None:
+    if _only_xla.get():
+      return "xla"
     name = block_sizes.measured_default(op)
     if name is None:
       name = "triton" if predicted_to_pay(limits, predicted) else "xla"

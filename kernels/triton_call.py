@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kernels import dispatch
+from kernels import batching, dispatch
 
 
 class Launch(NamedTuple):
@@ -57,7 +57,9 @@ def call(
 ) -> Sequence[jax.Array]:
   """Launches `kernel`; see `Launch`. It has no gradient and no batching."""
   launch = Launch(kernel, grid, num_warps, num_stages, constants, zeroed)
-  return _launcher.get()(launch, arrays, out_shape)
+  outputs = _launcher.get()(launch, arrays, out_shape)
+  # Neither jax_triton nor the interpreter's callback know of shard_map.
+  return batching.vary_like(outputs, *arrays)
 
 
 def unavailable() -> str | None:
@@ -85,21 +87,21 @@ def _with_jax_triton(launch, arrays, out_shape):
 
   # Without a GPU (a compile for a described one) nothing else tells it.
   described = jax.default_backend() != "gpu"
-  outputs = jax_triton.triton_call(
-    *arrays,
-    kernel=launch.kernel,
-    out_shape=tuple(out_shape),
-    grid=launch.grid,
-    name=launch.kernel.__name__,
-    num_warps=launch.num_warps,
-    num_stages=launch.num_stages,
-    compute_capability=90 if described else None,
-    zeroed_outputs=tuple(
-      range(len(arrays), len(arrays) + len(out_shape)) if launch.zeroed else ()
-    ),
-    **launch.constants,
-  )
-  return outputs
+  zeroed = range(len(arrays), len(arrays) + len(out_shape))
+  # The scope is what a compiled program's text and a profiler show.
+  with jax.named_scope(launch.kernel.__name__):
+    return jax_triton.triton_call(
+      *arrays,
+      kernel=launch.kernel,
+      out_shape=tuple(out_shape),
+      grid=launch.grid,
+      name=launch.kernel.__name__,
+      num_warps=launch.num_warps,
+      num_stages=launch.num_stages,
+      compute_capability=90 if described else None,
+      zeroed_outputs=tuple(zeroed) if launch.zeroed else (),
+      **launch.constants,
+    )
 
 
 _launcher: contextvars.ContextVar[Launcher] = contextvars.ContextVar(

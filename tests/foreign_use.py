@@ -13,11 +13,14 @@ import dspine_jax
 from dspine_jax import configs
 from dspine_jax.checkpoints import drafter_folder, target_folder
 from dspine_jax.decoding import generate, sampling, verify
-from dspine_jax.drafters import candidates, contract, dspine, injection
+from dspine_jax.drafters import candidates, contract, injection
 from dspine_jax.training import losses
+from kernels.transition_scores import api as transition_scores
 
 SLOTS, WIDTH, RANK = 6, 16, 8
 KEY = jax.random.key(0)
+VOCAB = 20
+CODES = jax.random.normal(KEY, (VOCAB, RANK)) / RANK**0.5
 
 
 def weights():
@@ -31,12 +34,12 @@ class FlaxHost(nn.Module):
   """A foreign Linen module that owns the injection's weights."""
 
   @nn.compact
-  def __call__(self, h, codes):
+  def __call__(self, h, tokens):
     shared = self.param("shared", lambda unused: weights()[0])
     layer = self.param("layer", lambda unused: weights()[1])
     return injection.adjacent_injection(
-      shared, layer, h, codes, jnp.asarray(False)
-    )
+      shared, layer, h, tokens, jnp.asarray(False), CODES
+    ).h
 
 
 class EquinoxHost(eqx.Module):
@@ -45,10 +48,10 @@ class EquinoxHost(eqx.Module):
   shared: dict
   layer: dict
 
-  def __call__(self, h, codes):
+  def __call__(self, h, tokens):
     return injection.adjacent_injection(
-      self.shared, self.layer, h, codes, jnp.asarray(False)
-    )
+      self.shared, self.layer, h, tokens, jnp.asarray(False), CODES
+    ).h
 
 
 def check(name: str, ok) -> None:
@@ -58,20 +61,20 @@ def check(name: str, ok) -> None:
 def main() -> None:
   print(f"package: {dspine_jax.__file__}")
   h = jax.random.normal(KEY, (3, SLOTS, WIDTH))
-  codes = jax.random.normal(KEY, (3, SLOTS, RANK)) / RANK**0.5
+  tokens = jax.random.randint(KEY, (3, SLOTS), 0, VOCAB)
   shared, layer = weights()
   host = EquinoxHost(shared, layer)
   flax_host = FlaxHost()
-  params = flax_host.init(KEY, h[0], codes[0])
+  params = flax_host.init(KEY, h[0], tokens[0])
 
-  from_equinox = eqx.filter_jit(eqx.filter_vmap(host))(h, codes)
-  from_flax = jax.jit(jax.vmap(lambda h, c: flax_host.apply(params, h, c)))(
-    h, codes
+  from_equinox = eqx.filter_jit(eqx.filter_vmap(host))(h, tokens)
+  from_flax = jax.jit(jax.vmap(lambda h, t: flax_host.apply(params, h, t)))(
+    h, tokens
   )
   check("equinox and flax agree", jnp.allclose(from_equinox, from_flax))
 
   def total(host):
-    return jnp.sum(jax.vmap(host)(h, codes) ** 2)
+    return jnp.sum(jax.vmap(host)(h, tokens) ** 2)
 
   gradient = eqx.filter_jit(eqx.filter_grad(total))(host)
   check(
@@ -95,15 +98,20 @@ def main() -> None:
     "shared": shared,
     "norm": {"scale": jnp.ones((WIDTH,))},
   }
-  heads = jax.random.normal(KEY, (3, SLOTS, 4, WIDTH))
-  before = jax.random.normal(KEY, (3, SLOTS, 4, RANK)) / RANK**0.5
-  arguments = (last, h, before, heads)
-  direct = jax.jit(lambda *a: dspine.transition_scores(*a, 1e-6))(*arguments)
-  factored = dspine.factored_transition_scores(*arguments, 1e-6)
-  check("transition scores", jnp.allclose(direct, factored, atol=1e-3))
-  slope = jax.grad(
-    lambda last: jnp.sum(dspine.transition_scores(last, h, before, heads, 1e-6))
-  )(last)
+  head = jax.random.normal(KEY, (VOCAB, WIDTH))
+  before, after = jax.random.randint(KEY, (2, 3, SLOTS, 4), 0, VOCAB)
+
+  def score(last, h, before, after):
+    weights = injection.weights(last["shared"], last["layer"])
+    scale = last["norm"]["scale"]
+    return transition_scores.transition_scores(
+      h, before, after, CODES, head, weights, scale, eps=1e-6
+    )
+
+  scores = jax.jit(score)(last, h, before, after)
+  rows = jax.vmap(score, in_axes=(None, 0, 0, 0))(last, h, before, after)
+  check("transition scores", jnp.allclose(scores, rows, atol=1e-4))
+  slope = jax.grad(lambda last: jnp.sum(score(last, h, before, after)))(last)
   check("their gradient", jnp.any(slope["layer"]["write"]["kernel"] != 0))
 
   cfg = configs.SamplingConfig(temperature=1.0)

@@ -51,13 +51,3 @@ def test_wheel_has_code_and_assets_and_works_in_foreign_modules(tmp_path):
   lines = done.stdout.splitlines()
   assert lines[0].startswith(f"package: {site}")
   assert len(lines) == 10 and all(line.endswith(": ok") for line in lines[1:])
-
-
-def test_public_functions_work_in_foreign_modules(tmp_path):
-  """The same checks on the checkout, so that they run on every change."""
-  script = tmp_path / "foreign_use.py"
-  script.write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
-  done = run(["-W", "error", str(script)], cwd=tmp_path, path=ROOT)
-  assert done.returncode == 0, done.stderr
-  lines = done.stdout.splitlines()[1:]
-  assert len(lines) == 9 and all(line.endswith(": ok") for line in lines)

@@ -232,8 +232,10 @@ def whole_pass(params, buffers, tables, batch, anchors, keep, replace, *, cfg):
   scores = dspine.transition_scores(
     dspine.refinement_params(params),
     output.pre_injection[:, :, first:],
-    buffers["transfer_codes"][predecessors],
-    tables.head[ids],
+    predecessors,
+    ids,
+    buffers,
+    tables,
     cfg.rms_norm_eps,
   )
   return Pass(output, ids, scores)

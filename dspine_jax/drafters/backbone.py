@@ -17,13 +17,7 @@ from flax import linen as nn
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dspine_jax import (
-  attention,
-  attention_masks,
-  configs,
-  context_attention,
-  layers,
-)
+from dspine_jax import attention_masks, configs, layers
 from dspine_jax.drafters import contract
 from dspine_jax.typing import (
   BlockHidden,
@@ -34,6 +28,7 @@ from dspine_jax.typing import (
   Params,
   PyTree,
 )
+from kernels.block_attention import api as block_attention
 
 
 class Variant(NamedTuple):
@@ -138,14 +133,11 @@ class DraftLayer(nn.Module):
   def _attend(self, x, rope, context, sight):
     q = self.self_attn.queries(x, rope)
     k, v = self.self_attn.keys_values(x, rope)
-    own = attention.partial_attention(
-      q, jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3), sight.own[None, None]
-    )
     context_k, context_v = (part.astype(x.dtype) for part in context)
-    seen = context_attention.context_attention(
-      q, context_k, context_v, sight.visible, sight.starts
+    heads = block_attention.block_attention(
+      q, k, v, context_k, context_v, *sight
     )
-    return self.self_attn.output(attention.merge(own, seen, dtype=x.dtype))
+    return self.self_attn.output(heads)
 
 
 # Hugging Face's `initializer_range`, which the released drafters started from.
@@ -194,6 +186,7 @@ def context_states(
   params: Params, features: Features, *, cfg: configs.DrafterConfig
 ) -> Hidden:
   """hidden_norm(fc(features)): [B, S, taps * D] -> [B, S, D]."""
+  features = features.astype(cfg.dtype)
   fused = layers.matmul(features, params["fc"]["kernel"])
   return layers.rms_norm(
     fused, params["hidden_norm"]["scale"], cfg.rms_norm_eps
@@ -251,7 +244,6 @@ def run_blocks(
   variant: Variant,
   *,
   cfg: configs.DrafterConfig,
-  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[BlockHidden, PyTree]:
   """All layers over all blocks.
 
@@ -260,7 +252,7 @@ def run_blocks(
     for each layer.
   """
   ids = noise_ids(inputs.tokens, inputs.keep, cfg.mask_token_id)
-  h = jax.lax.stop_gradient(tables.embedding)[ids].astype(dtype)
+  h = jax.lax.stop_gradient(tables.embedding)[ids].astype(cfg.dtype)
   offsets = jnp.arange(cfg.block_size)[None, None, :]
   rope = _rope(inputs.anchors[..., None] + offsets, cfg)
   layer = DraftLayer(cfg)

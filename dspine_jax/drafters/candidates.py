@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from dspine_jax import configs
 from dspine_jax.decoding import sampling
 from dspine_jax.drafters import contract
+from kernels.transition_scores import reference as transition_scores
 
 # The ways to draw a draft at T > 0, see `propose`.
 KINDS = ("full_support", "candidates", "base")
@@ -35,35 +36,10 @@ def top_candidates(
   return values, ids
 
 
-def predecessor_ids(
-  anchor: Int[Array, "*b"],
-  candidates: Int[Array, "*b m c"],
-) -> Int[Array, "*b m c"]:
-  """Tokens of each predecessor row: the anchor for the first slot, then the
-  candidates of the slot before."""
-  first = jnp.broadcast_to(
-    anchor[..., None, None], (*candidates.shape[:-2], 1, candidates.shape[-1])
-  )
-  return jnp.concatenate([first, candidates[..., :-1, :]], axis=-2)
-
-
-def greedy_walk(
-  scores: Float[Array, "*b m p c"], candidates: Int[Array, "*b m c"]
-) -> Int[Array, "*b m"]:
-  """i_t = argmax_c scores[t, i_{t-1}, c]; returns the tokens.
-
-  All argmaxes are taken in parallel; the walk then only follows indices. It is
-  unrolled: a step is one look-up, less than a loop iteration costs.
-  """
-  best = jnp.argmax(scores, axis=-1)
-  index = jnp.zeros(best.shape[:-2], best.dtype)
-  path = []
-  for slot in range(best.shape[-2]):
-    index = jnp.take_along_axis(best[..., slot, :], index[..., None], axis=-1)
-    index = index[..., 0]
-    path.append(index)
-  path = jnp.stack(path, axis=-1)[..., None]
-  return jnp.take_along_axis(candidates, path, axis=-1)[..., 0]
+# Tokens of each predecessor row, and the argmax walk: they are also parts of
+# what `transition_scores.greedy_draft` does in kernels.
+predecessor_ids = transition_scores.predecessor_ids
+greedy_walk = transition_scores.greedy_walk
 
 
 def sampled_walk(

@@ -27,6 +27,8 @@ from dspine_jax.drafters import candidates as candidates_lib
 from dspine_jax.target import model
 from dspine_jax.training import losses, schedules
 from dspine_jax.typing import Key, Params, PyTree
+from kernels.adjacent_injection import reference as injection_math
+from kernels.transition_scores import api as scores_api
 
 
 def options_of(cfg: configs.DrafterConfig) -> configs.DSpineOptions:
@@ -84,23 +86,28 @@ def forward(
   core, inject = params["backbone"], params["injection"]
   options = options_of(cfg)
   codes = jax.lax.stop_gradient(buffers["transfer_codes"])
-  block_codes = codes[inputs.tokens]
   replaced = inputs.replaced
   if replaced is None:
     replaced = jnp.zeros(inputs.keep.shape, bool)
-
-  over_blocks = jax.vmap(
-    injection.adjacent_injection, in_axes=(None, None, 0, 0, 0)
-  )
-  over_requests = jax.vmap(over_blocks, in_axes=(None, None, 0, 0, 0))
-  read = layer_supervision.of(options).read
+  supervision = layer_supervision.of(options)
 
   def after(layer, index, h):
-    h_after = h
     if options.injects:
-      here = replaced & (index < options.replacement_layers)
-      h_after = over_requests(inject["shared"], layer, h, block_codes, here)
-    return h_after, (h, read(layer, h_after))
+      injected = injection.adjacent_injection(
+        inject["shared"],
+        layer,
+        h,
+        inputs.tokens,
+        replaced & (index < options.replacement_layers),
+        codes,
+        with_feature=supervision.with_feature,
+      )
+    else:
+      injected = injection_math.Injected(h, None)
+      if supervision.with_feature:
+        readout = layer["readout"]["kernel"]
+        injected = injected._replace(feature=injection_math.feature(readout, h))
+    return injected.h, (h, supervision.read(injected))
 
   variant = backbone.plain(core)._replace(
     layer_params=inject["layers"], after=after
@@ -137,10 +144,11 @@ def refine(
     codes: codes of the actual predecessors; broadcast against `u`.
     eps: of the final norm.
   """
-  layer, shared = last["layer"], last["shared"]
-  predecessor = injection.token_vector(codes).astype(u.dtype)
-  z = injection.message(shared, injection.feature(layer, u), predecessor)
-  h = injection.write(layer, u, z)
+  weights = injection.weights(last["shared"], last["layer"])
+  predecessor = injection_math.token_vector(codes).astype(u.dtype)
+  receiver = injection_math.feature(weights.readout, u)
+  z = injection_math.message(weights, receiver, predecessor)
+  h = injection_math.write(weights.write, u, z)
   return layers.rms_norm(h, last["norm"]["scale"], eps)
 
 
@@ -163,63 +171,36 @@ def refinement_params(params: Params) -> Params:
 def transition_scores(
   last: Params,
   u: Float[Array, "*b d"],
-  predecessor_codes: Float[Array, "*b p r"],
-  candidate_rows: Float[Array, "*b c d"],
+  predecessors: Int[Array, "*b p"],
+  candidates: Int[Array, "*b c"],
+  buffers: PyTree,
+  tables: contract.TargetTables,
   eps: float,
 ) -> Float[Array, "*b p c"]:
-  """s(a, b) = E_b . q(a) for all pairs, by direct refinement (section 6).
+  """s(a, b) = E_b . q(a) for all pairs of tokens, float32 (section 6).
 
   Args:
     last: `refinement_params`.
     u: [..., D], each slot's state before the last write.
-    predecessor_codes: [..., P, R], codes of its possible predecessors.
-    candidate_rows: [..., C, D], head rows of its candidates.
+    predecessors: [..., P], tokens that may come before it.
+    candidates: [..., C], tokens that may take it.
+    buffers: with the token codes.
+    tables: with the head.
     eps: of the final norm.
   """
-  refined = refine(last, u[..., None, :], predecessor_codes, eps)
-  return jnp.einsum(
-    "...pd,...cd->...pc",
-    refined,
-    candidate_rows.astype(refined.dtype),
-    preferred_element_type=jnp.float32,
+  return scores_api.transition_scores(
+    u, predecessors, candidates, *_scoring(last, buffers, tables), eps=eps
   )
 
 
-def factored_transition_scores(
-  last: Params,
-  u: Float[Array, "*b d"],
-  predecessor_codes: Float[Array, "*b p r"],
-  candidate_rows: Float[Array, "*b c d"],
-  eps: float,
-) -> Float[Array, "*b p c"]:
-  """`transition_scores` without any D-wide refined state (section 6).
-
-  With g the final norm's scale, O the write, s = rms(u) and z_a the message:
-    numerator    (g E_b) . u + s (O^T (g E_b)) . z_a
-    mean square  (|u|^2 + 2 s (O^T u) . z_a + s^2 |O z_a|^2) / D
-  where |O z|^2 = z^T G z with the constant G = O^T O.
-  """
-  layer = last["layer"]
-  kernel = layer["write"]["kernel"]  # [Z, D]
-  width = u.shape[-1]
-  receiver = injection.feature(layer, u)[..., None, :]
-  predecessor = injection.token_vector(predecessor_codes).astype(u.dtype)
-  z = injection.message(last["shared"], receiver, predecessor)
-  s = injection.rms(u)
-  scale = last["norm"]["scale"]
-  rows = candidate_rows * scale.reshape(
-    (1,) * (candidate_rows.ndim - 1) + (-1,)
+def _scoring(last, buffers, tables):
+  """Tables and weights, as the ops on transition scores take them."""
+  return (
+    buffers["transfer_codes"],
+    tables.head,
+    injection.weights(last["shared"], last["layer"]),
+    last["norm"]["scale"],
   )
-  base = jnp.einsum("...cd,...d->...c", rows, u)
-  through = layers.matmul(rows, kernel.T)
-  change = jnp.einsum("...pz,...cz->...pc", z, through)
-  along = jnp.einsum("...pz,...z->...p", z, layers.matmul(u, kernel.T))
-  gram = kernel @ kernel.T
-  length = jnp.sum(layers.matmul(z, gram) * z, axis=-1)
-  square = jnp.sum(jnp.square(u), axis=-1, keepdims=True)
-  mean_square = (square + 2 * s * along + s**2 * length) / width
-  numerator = base[..., None, :] + s[..., None] * change
-  return numerator * jax.lax.rsqrt(mean_square + eps)[..., None]
 
 
 def loss(
@@ -395,16 +376,22 @@ def propose(
       forced=forced,
     )
   logits = model.head_logits(tables.head, output.hidden[:, 0, first:])
-  pre_injection, last = output.pre_injection, refinement_params(params)
-  assert pre_injection is not None
+  assert output.pre_injection is not None
+  u, last = output.pre_injection[:, 0, first:], refinement_params(params)
+  if kind == "greedy":
+    _, ids = candidates_lib.top_candidates(logits, options.top_k)
+    tokens = scores_api.greedy_draft(
+      u,
+      anchor_tokens,
+      ids,
+      *_scoring(last, buffers, tables),
+      eps=cfg.rms_norm_eps,
+    )
+    return contract.Proposal(tokens=tokens.astype(jnp.int32))
 
   def scores_of(predecessors, ids):
     return transition_scores(
-      last,
-      pre_injection[:, 0, first:],
-      buffers["transfer_codes"][predecessors],
-      tables.head[ids],
-      cfg.rms_norm_eps,
+      last, u, predecessors, ids, buffers, tables, cfg.rms_norm_eps
     )
 
   return candidates_lib.propose(

@@ -18,24 +18,26 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspine_jax import configs
-from dspine_jax.drafters import backbone, contract, dflash, injection
+from dspine_jax.drafters import backbone, contract, dflash
 from dspine_jax.target import model
 from dspine_jax.training import losses
-from dspine_jax.typing import BlockHidden, Params
+from kernels.adjacent_injection import reference as injection_math
 
 
 class LayerSupervision(NamedTuple):
   """One way to supervise layers.
 
   Attributes:
-    read: (injection's parameters of a layer, post-write states) -> what the
-      loss needs of that layer, kept as `DrafterOutput.layer_features`.
+    with_feature: whether `read` needs the feature of the post-write states.
+    read: what an injection gave -> what the loss needs of that layer, kept as
+      `DrafterOutput.layer_features`.
     loss: (params, buffers, tables, output, supervision, *, cfg, window,
       chunk_size) -> (addend of the loss, sums for the report), both before the
       division by the denominator; `window.ce_scale` is given.
   """
 
-  read: Callable[[Params, BlockHidden], Any]
+  with_feature: bool
+  read: Callable[[injection_math.Injected], Any]
   loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
 
@@ -115,11 +117,19 @@ def _nothing(
   return jnp.zeros(()), {}
 
 
-_NONE = LayerSupervision(read=lambda layer, h: None, loss=_nothing)
+_NONE = LayerSupervision(
+  with_feature=False, read=lambda injected: None, loss=_nothing
+)
 
 KINDS = {
-  "code_cosine": LayerSupervision(read=injection.feature, loss=_code_cosine),
-  "token_ce": LayerSupervision(read=lambda layer, h: h, loss=_token_ce),
+  "code_cosine": LayerSupervision(
+    with_feature=True,
+    read=lambda injected: injected.feature,
+    loss=_code_cosine,
+  ),
+  "token_ce": LayerSupervision(
+    with_feature=False, read=lambda injected: injected.h, loss=_token_ce
+  ),
 }
 
 

@@ -16,7 +16,7 @@ from flax import struct
 from jax import numpy as jnp
 from jaxtyping import Array, Float
 
-from dspine_jax import attention, attention_masks, configs, kv_cache, layers
+from dspine_jax import attention_masks, configs, kv_cache, layers
 from dspine_jax.typing import (
   Features,
   Hidden,
@@ -26,6 +26,7 @@ from dspine_jax.typing import (
   PyTree,
   Tokens,
 )
+from kernels.block_attention import masks, partial
 
 
 @struct.dataclass
@@ -59,11 +60,11 @@ class DecoderLayer(nn.Module):
     k, v = (
       jnp.swapaxes(part, 1, 2) for part in attend.keys_values(normed, rope)
     )
-    parts = [attention.partial_attention(q, k, v, own_mask)]
+    parts = [partial.partial_attention(q, k, v, own_mask)]
     if past is not None:
       past_k, past_v = (part.astype(x.dtype) for part in past)
-      parts.append(attention.partial_attention(q, past_k, past_v, past_mask))
-    x = x + attend.output(attention.merge(*parts, dtype=x.dtype))
+      parts.append(partial.partial_attention(q, past_k, past_v, past_mask))
+    x = x + attend.output(partial.merge(*parts, dtype=x.dtype))
     normed = layers.RMSNorm(cfg.rms_norm_eps, name="post_attention_layernorm")(
       x
     )
@@ -140,7 +141,6 @@ def forward(
   cache: kv_cache.KVCache | None = None,
   cache_is_empty: bool = False,
   tap_layers: tuple[int, ...] = (),
-  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> TargetOutput:
   """One pass over T tokens that follow each row's cached positions.
 
@@ -153,7 +153,6 @@ def forward(
       the tokens alone from position 0 and returns no cache.
     cache_is_empty: the cache is written but not read (a prefill).
     tap_layers: layers whose outputs are returned as features.
-    dtype: of the residual stream and matmuls.
 
   Returns:
     Final-normed states, tapped features and the written cache.
@@ -171,7 +170,7 @@ def forward(
   past_mask, past_layers = None, None
   if cache is not None and not cache_is_empty:
     past_layers = cache.layers
-    past_mask = attention_masks.prefix(cache.lengths, cache.capacity)[:, None]
+    past_mask = masks.prefix(cache.lengths, cache.capacity)[:, None]
   layer = DecoderLayer(cfg)
 
   def step(layer_params, carry, inputs):
@@ -182,7 +181,7 @@ def forward(
     )
     return (x, _tap(taps, x, index, tap_layers)), kv
 
-  x = params["embed_tokens"][tokens].astype(dtype)
+  x = params["embed_tokens"][tokens].astype(cfg.dtype)
   taps = tuple(jnp.zeros_like(x) for _ in tap_layers)
   indices = layers.layer_indices(params["layers"])
   if isinstance(indices, tuple):
@@ -197,7 +196,7 @@ def forward(
   features = (
     jnp.concatenate(taps, axis=-1)
     if tap_layers
-    else jnp.zeros((*tokens.shape, 0), dtype)
+    else jnp.zeros((*tokens.shape, 0), x.dtype)
   )
   if cache is not None:
     cache = kv_cache.write(cache, new_kv)
@@ -225,7 +224,6 @@ def prefill(
   cfg: configs.TargetConfig,
   capacity: int,
   tap_layers: tuple[int, ...] = (),
-  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> TargetOutput:
   """Runs right-padded prompts and keeps each row's own length in the cache.
 
@@ -239,7 +237,6 @@ def prefill(
     cfg: the target's configuration.
     capacity: positions of the cache, at least T.
     tap_layers: layers whose outputs are returned as features.
-    dtype: of the residual stream, the matmuls and the cache.
   """
   if prompts.shape[1] > capacity:
     raise ValueError(
@@ -253,7 +250,6 @@ def prefill(
     capacity,
     num_layers=cfg.num_layers,
     stacked=stacked,
-    dtype=dtype,
   )
   out = forward(
     params,
@@ -262,7 +258,6 @@ def prefill(
     cache=empty,
     cache_is_empty=True,
     tap_layers=tap_layers,
-    dtype=dtype,
   )
   return dataclasses.replace(
     out, cache=kv_cache.advance(out.cache, prompt_lengths)

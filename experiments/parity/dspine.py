@@ -17,6 +17,7 @@ from dspine_jax.drafters import (
 from dspine_jax.target import model
 from dspine_jax.training import schedules
 from experiments.parity import drafter, report
+from kernels.transition_scores import reference as transition_scores
 
 # Index of each mode's step in inputs' objective_steps; 1 is the total.
 _MODES = {"eval": 0, "train": 2}
@@ -125,14 +126,17 @@ def _select(output, logits, buffers, tables, params, last, blocks, *, cfg):
   )
   predecessors = candidates_lib.predecessor_ids(blocks.tokens[:, :, 0], ids)
   arguments = (
-    last,
     output.pre_injection[:, :, first:],
-    buffers["transfer_codes"][predecessors],
-    tables.head[ids],
+    predecessors,
+    ids,
+    buffers["transfer_codes"],
+    tables.head,
+    injection.weights(last["shared"], last["layer"]),
+    last["norm"]["scale"],
     cfg.rms_norm_eps,
   )
-  direct = dspine.transition_scores(*arguments)
-  factored = dspine.factored_transition_scores(*arguments)
+  direct = transition_scores.transition_scores(*arguments)
+  factored = transition_scores.factored_transition_scores(*arguments)
   return {
     "logits": top,
     "ids": ids,
@@ -234,7 +238,7 @@ def _compare_layer_states(case, check):
   if not any(name in check.outputs for name in wanted):
     return
   inject = case.params["injection"]
-  block_codes = np.asarray(case.buffers["transfer_codes"])[case.blocks.tokens]
+  tokens, codes = case.blocks.tokens[0], case.buffers["transfer_codes"]
   before, after = [], []
   for index, layer in enumerate(inject["layers"]):
     output, _ = drafter.forward(
@@ -246,7 +250,7 @@ def _compare_layer_states(case, check):
     )
     state = np.asarray(output.pre_injection)[0]
     before.append(state)
-    after.append(_write(inject["shared"], layer, state, block_codes[0]))
+    after.append(_write(inject["shared"], layer, state, tokens, codes))
   rows = (slice(None), case.keep[0])
   check.value("layer_pre_write_row0", np.stack(before), rows=rows)
   check.value("layer_post_write_row0", np.stack(after), rows=rows)
@@ -274,13 +278,11 @@ def _silent_after(params, index):
 
 
 @jax.jit
-def _write(shared, layer, states, block_codes):
-  def one_block(state, codes):
-    return injection.adjacent_injection(
-      shared, layer, state, codes, jnp.asarray(False)
-    )
-
-  return jax.vmap(one_block)(states, block_codes)
+def _write(shared, layer, states, tokens, codes):
+  unreplaced = jnp.zeros(states.shape[:1], bool)
+  return injection.adjacent_injection(
+    shared, layer, states, tokens, unreplaced, codes
+  ).h
 
 
 def _beta_and_rho(case, mode):

@@ -54,8 +54,10 @@ def round_parts(target, drafter, state, decode) -> dict:
     scores = dspine.transition_scores(
       dspine.refinement_params(drafter.params),
       output.pre_injection[:, 0, cfg.first_slot :],
-      drafter.buffers["transfer_codes"][predecessors],
-      tables.head[ids],
+      predecessors,
+      ids,
+      drafter.buffers,
+      tables,
       cfg.rms_norm_eps,
     )
     return state, jnp.sum(scores)

@@ -7,6 +7,7 @@ from dspine_jax import kv_cache, layers
 from tests import tiny_models
 
 CFG = tiny_models.target_config()
+HALF = tiny_models.target_config(dtype="bfloat16")
 CAPACITY, NEW, LAYERS = 9, 3, 2
 
 
@@ -94,12 +95,11 @@ def test_crop_only_ever_shortens():
 @pytest.mark.parametrize("stacked", [True, False])
 def test_a_new_cache_is_empty_and_knows_its_capacity(stacked):
   cache = kv_cache.init(
-    CFG,
+    HALF,
     3,
     CAPACITY,
     num_layers=LAYERS,
     stacked=stacked,
-    dtype=jnp.bfloat16,
   )
   assert cache.capacity == CAPACITY
   assert cache.lengths.dtype == jnp.int32 and not cache.lengths.any()
@@ -112,7 +112,7 @@ def test_a_new_cache_is_empty_and_knows_its_capacity(stacked):
 
 
 def test_a_write_keeps_the_dtype_of_the_cache():
-  cache = kv_cache.init(CFG, 2, 4, num_layers=LAYERS, dtype=jnp.bfloat16)
+  cache = kv_cache.init(HALF, 2, 4, num_layers=LAYERS)
   written = kv_cache.write(cache, new_tokens(2))
   for leaf in jax.tree.leaves(written.layers):
     assert leaf.dtype == jnp.bfloat16

@@ -6,8 +6,10 @@ NaN (or a wild integer), so that a place which no program writes shows. float32
 only: the interpreter's bfloat16 products are wrong.
 """
 
+import contextlib
 import importlib.util
 import os
+from unittest import mock
 
 import jax
 import numpy as np
@@ -72,6 +74,25 @@ class _HostTensor:
     return self.array.itemsize
 
 
+@contextlib.contextmanager
+def _bounds_of_one_element():
+  """Lets loops end at loaded numbers.
+
+  The interpreter turns them into Python's by `int(array)`, which NumPy 2.5
+  refuses for an array of one element.
+  """
+  from triton.runtime import interpreter
+
+  patch_lang_tensor = interpreter._patch_lang_tensor
+
+  def patch(tensor, scope):
+    patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+  with mock.patch.object(interpreter, "_patch_lang_tensor", patch):
+    yield
+
+
 def launcher(launch, arrays, out_shape):
   """A `triton_call.Launcher` that interprets, also under jit, vmap and grad."""
 
@@ -79,7 +100,8 @@ def launcher(launch, arrays, out_shape):
     inputs = [np.array(x) for x in inputs]
     outputs = [_fresh(shape, launch.zeroed) for shape in out_shape]
     tensors = [_HostTensor(x) for x in (*inputs, *outputs)]
-    launch.kernel[launch.grid](*tensors, **launch.constants)
+    with _bounds_of_one_element():
+      launch.kernel[launch.grid](*tensors, **launch.constants)
     return tuple(outputs)
 
   shapes = tuple(

@@ -14,11 +14,11 @@ from dspine_jax.drafters import (
   contract,
   dflash,
   dspine,
-  injection,
 )
 from dspine_jax.drafters import transfer_space as transfer_space_lib
 from dspine_jax.training import anchors as anchors_lib
 from dspine_jax.training import step as step_lib
+from kernels.adjacent_injection import reference as injection_math
 from tests import oracles, tiny_models
 
 # float32 sums of a few dozen terms, in another order.
@@ -294,13 +294,15 @@ def test_whitened_readouts_give_the_codes_themselves(monkeypatch):
   }
   rows = np.asarray(head) / np.linalg.norm(head, axis=1, keepdims=True)
   rows = jnp.asarray(rows - space.mean)
-  want = injection.token_vector(jnp.asarray(space.codes))
+  want = injection_math.token_vector(jnp.asarray(space.codes))
   for layer in made["whitened"]:
-    np.testing.assert_allclose(injection.feature(layer, rows), want, atol=1e-4)
+    got = injection_math.feature(layer["readout"]["kernel"], rows)
+    np.testing.assert_allclose(got, want, atol=1e-4)
     assert np.linalg.norm(layer["readout"]["kernel"]) == pytest.approx(
       np.linalg.norm(space.directions), rel=1e-5
     )
-  principal = injection.feature(made["principal"][0], rows)
+  readout = made["principal"][0]["readout"]["kernel"]
+  principal = injection_math.feature(readout, rows)
   assert np.abs(principal - want).max() > 0.1
 
 

@@ -4,12 +4,21 @@ import pytest
 from jax import numpy as jnp
 
 from dspine_jax.drafters import injection
+from kernels.adjacent_injection import reference as injection_math
 from tests import oracles, tiny_models
 
 TOLERANCE = 1e-5  # float32 against float64, values of order one.
 SLOTS, WIDTH, RANK, SIZE, LAYERS = 6, 12, 8, 5, 2
 
-inject = jax.jit(injection.adjacent_injection)
+TOKENS = jnp.arange(SLOTS)
+
+
+@jax.jit
+def inject(shared, layer, h, block_codes, replaced):
+  """The states after the write of one block whose tokens have these codes."""
+  return injection.adjacent_injection(
+    shared, layer, h, TOKENS, replaced, block_codes
+  ).h
 
 
 def weights(seed=0):
@@ -95,18 +104,18 @@ def test_vmapped_blocks_equal_a_python_loop():
 
 
 def test_features_have_coordinates_of_rms_one_whatever_the_scale():
-  _, layer = weights()
+  readout = weights()[1]["readout"]["kernel"]
   for scale in (1e-3, 1.0, 1e4):
-    got = injection.feature(layer, scale * states())
+    got = injection_math.feature(readout, scale * states())
     np.testing.assert_allclose(
       jnp.sqrt(jnp.mean(got**2, axis=-1)), np.ones(SLOTS), rtol=1e-5
     )
 
 
 def test_features_are_normed_in_float32_and_cast_back():
-  _, layer = weights()
+  readout = weights()[1]["readout"]["kernel"]
   h = states().astype(jnp.bfloat16)
-  got = injection.feature(layer, h)
+  got = injection_math.feature(readout, h)
   assert got.dtype == jnp.bfloat16
   norms = np.linalg.norm(np.asarray(got, np.float64), axis=-1)
   np.testing.assert_allclose(norms, RANK**0.5, rtol=2**-8)
@@ -117,9 +126,15 @@ def test_gradients_are_finite_at_zero_states():
 
   def total(shared, layer, h):
     out = injection.adjacent_injection(
-      shared, layer, h, codes(), jnp.asarray(False)
+      shared,
+      layer,
+      h,
+      TOKENS,
+      jnp.asarray(False),
+      codes(),
+      with_feature=True,
     )
-    return jnp.sum(jnp.sin(out)) + jnp.sum(injection.feature(layer, out))
+    return jnp.sum(jnp.sin(out.h)) + jnp.sum(out.feature)
 
   zero = jnp.zeros((SLOTS, WIDTH))
   mixed = states().at[2].set(0.0)

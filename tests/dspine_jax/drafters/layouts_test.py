@@ -208,9 +208,8 @@ def test_the_blocks_of_a_pass_are_a_loop_over_single_blocks_in_parallel():
   setup = tiny_models.drafter(cfg)
   last = dspine.refinement_params(setup.params)
   whole = tiny_models.run(setup)
-  codes = setup.buffers["transfer_codes"]
   batch = tiny_models.train_batch(cfg)
-  score = jax.jit(dspine.transition_scores, static_argnums=4)
+  score = jax.jit(dspine.transition_scores, static_argnums=6)
   for row in range(2):
     for block in np.flatnonzero(tiny_models.KEEP[row]):
       anchor = batch.tokens[row, ANCHORS[row, block]]
@@ -224,8 +223,10 @@ def test_the_blocks_of_a_pass_are_a_loop_over_single_blocks_in_parallel():
         want = score(
           last,
           whole.output.pre_injection[row, block, slot + 1],
-          codes[before],
-          setup.tables.head[ids],
+          before,
+          ids,
+          setup.buffers,
+          setup.tables,
           cfg.rms_norm_eps,
         )
         np.testing.assert_allclose(

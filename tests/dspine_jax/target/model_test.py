@@ -27,10 +27,10 @@ PROMPT, STEP = 6, 3
 
 forward = jax.jit(
   model.forward,
-  static_argnames=("cfg", "cache_is_empty", "tap_layers", "dtype"),
+  static_argnames=("cfg", "cache_is_empty", "tap_layers"),
 )
 prefill = jax.jit(
-  model.prefill, static_argnames=("cfg", "capacity", "tap_layers", "dtype")
+  model.prefill, static_argnames=("cfg", "capacity", "tap_layers")
 )
 
 
@@ -205,7 +205,8 @@ def test_a_prompt_longer_than_the_cache_is_refused():
 
 def test_bfloat16_runs_the_residual_stream_and_stays_close():
   params, ids = tiny_models.target_params(QWEN), tokens(2, 9)
-  out = forward(params, ids, cfg=QWEN, tap_layers=TAPS, dtype=jnp.bfloat16)
+  cfg = dataclasses.replace(QWEN, dtype="bfloat16")
+  out = forward(params, ids, cfg=cfg, tap_layers=TAPS)
   assert out.hidden.dtype == out.features.dtype == jnp.bfloat16
   assert model.logits(params, out.hidden).dtype == jnp.float32
   want = forward(params, ids, cfg=QWEN, tap_layers=TAPS)

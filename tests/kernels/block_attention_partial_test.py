@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from dspine_jax import attention
+from kernels.block_attention import partial
 from tests import oracles
 
 TOLERANCE = 5e-6  # float32 against float64, outputs of order one.
@@ -37,8 +37,8 @@ def joined(key_parts):
 
 
 def attend(q, key_parts, dtype=jnp.float32):
-  partial = [
-    attention.partial_attention(
+  found = [
+    partial.partial_attention(
       q[None],
       jnp.swapaxes(k, 0, 1)[None],
       jnp.swapaxes(v, 0, 1)[None],
@@ -46,7 +46,7 @@ def attend(q, key_parts, dtype=jnp.float32):
     )
     for k, v, mask in key_parts
   ]
-  return attention.merge(*partial, dtype=jnp.dtype(dtype))[0]
+  return partial.merge(*found, dtype=jnp.dtype(dtype))[0]
 
 
 @pytest.mark.parametrize("sizes", [(7,), (7, 3), (2, 1, 6)])
@@ -117,13 +117,13 @@ def test_bfloat16_keys_keep_float32_sums():
     for k, v, mask in parts((7,))
   ]
   k, v, mask = (np.asarray(x) for x in key_parts[0])
-  partial = attention.partial_attention(
+  part = partial.partial_attention(
     q[None],
     jnp.swapaxes(key_parts[0][0], 0, 1)[None],
     jnp.swapaxes(key_parts[0][1], 0, 1)[None],
     jnp.asarray(mask)[None],
   )
-  assert partial.total.dtype == partial.weighted.dtype == jnp.float32
+  assert part.total.dtype == part.weighted.dtype == jnp.float32
   got = attend(q, key_parts, dtype=jnp.bfloat16)
   assert got.dtype == jnp.bfloat16
   want = oracles.attention(

@@ -4,7 +4,7 @@ A pass attends to [cache or context | own tokens]. Each part gives its
 unnormalised output with the running maximum and sum of its softmax; `merge`
 joins them by log-sum-exp, so that no concatenated key array or score matrix is
 ever made. Masks are boolean, True = may attend; a row that may attend nothing
-gives zeros. Not here: which positions may be seen (`attention_masks.py`).
+gives zeros. Not here: which positions may be seen (`masks.py`).
 """
 
 from typing import NamedTuple

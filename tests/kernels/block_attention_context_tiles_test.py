@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from dspine_jax import attention, attention_masks, context_attention
+from kernels.block_attention import context_tiles, masks, partial
 
 SLOTS, HEADS, GROUPS, WIDTH, KEYS = 4, 4, 2, 8, 50
 
@@ -19,18 +19,18 @@ def case(blocks=6, dtype=jnp.float32, seed=0):
 
 def dense(q, k, v, visible):
   """Every block by itself over the whole context."""
-  mask = attention_masks.prefix(visible, KEYS)[:, :, None]
+  mask = masks.prefix(visible, KEYS)[:, :, None]
   k, v = (jnp.repeat(part[:, None], q.shape[1], axis=1) for part in (k, v))
-  return attention.partial_attention(q, k, v, mask)
+  return partial.partial_attention(q, k, v, mask)
 
 
 def finished(part):
   """The attention, with an own block of one key of score zero."""
   one = jnp.ones_like(part.total)
-  own = attention.PartialAttention(
+  own = partial.PartialAttention(
     jnp.ones_like(part.weighted), 0.0 * part.maximum, one
   )
-  return attention.merge(part, own, dtype=jnp.float32)
+  return partial.merge(part, own, dtype=jnp.float32)
 
 
 def windows(visible, moves):
@@ -54,9 +54,9 @@ def textbook(q, k, v, visible, starts):
 @pytest.fixture(params=["whole", "tiles", "single_blocks"])
 def tiling(request, monkeypatch):
   if request.param != "whole":
-    monkeypatch.setattr(context_attention, "_WHOLE", 0)
+    monkeypatch.setattr(context_tiles, "_WHOLE", 0)
     size = {"tiles": 2 * SLOTS, "single_blocks": 1}[request.param]
-    monkeypatch.setattr(context_attention, "_TILE_TOKENS", size)
+    monkeypatch.setattr(context_tiles, "_TILE_TOKENS", size)
   return request.param
 
 
@@ -66,18 +66,18 @@ def test_tiles_equal_every_block_by_itself(tiling, order, blocks):
   q, k, v, visible = case(blocks)
   if order == "ascending":
     visible = jnp.sort(visible, axis=-1)
-  got = context_attention.context_attention(q, k, v, visible)
+  got = context_tiles.context_attention(q, k, v, visible)
   want = dense(q, k, v, visible)
   assert got.weighted.shape == (2, blocks, HEADS, SLOTS, WIDTH)
   np.testing.assert_allclose(finished(got), finished(want), atol=2e-6)
 
 
 def test_every_number_of_visible_keys_is_read_and_no_more(monkeypatch):
-  monkeypatch.setattr(context_attention, "_WHOLE", 0)
-  monkeypatch.setattr(context_attention, "_TILE_TOKENS", 1)
+  monkeypatch.setattr(context_tiles, "_WHOLE", 0)
+  monkeypatch.setattr(context_tiles, "_TILE_TOKENS", 1)
   q, k, v, _ = case(blocks=KEYS + 1)
   visible = jnp.stack([jnp.arange(KEYS + 1)] * 2)
-  got = context_attention.context_attention(q, k, v, visible)
+  got = context_tiles.context_attention(q, k, v, visible)
   want = dense(q, k, v, visible)
   np.testing.assert_allclose(finished(got), finished(want), atol=2e-6)
 
@@ -88,7 +88,7 @@ def test_gradients_equal_those_of_every_block_by_itself(tiling):
   def total(attend):
     return lambda *qkv: jnp.sum(jnp.sin(finished(attend(*qkv, visible))))
 
-  got = jax.grad(total(context_attention.context_attention), (0, 1, 2))(q, k, v)
+  got = jax.grad(total(context_tiles.context_attention), (0, 1, 2))(q, k, v)
   want = jax.grad(total(dense), (0, 1, 2))(q, k, v)
   for a, b in zip(got, want, strict=True):
     assert np.abs(b).max() > 0.1
@@ -110,7 +110,7 @@ def test_windows_and_their_gradients_equal_textbook_attention(tiling, moves):
     return jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
 
   def tiled(*arguments):
-    return finished(context_attention.context_attention(*arguments))
+    return finished(context_tiles.context_attention(*arguments))
 
   (_, got), got_grads = total(tiled)(q, k, v)
   (_, want), want_grads = total(textbook)(q, k, v)
@@ -125,7 +125,7 @@ def test_a_key_behind_the_anchor_never_matters(tiling):
   visible = jnp.full((2, 6), 20).at[0, 3].set(21)
 
   def attend(k):
-    part = context_attention.context_attention(q, k, v, visible)
+    part = context_tiles.context_attention(q, k, v, visible)
     return finished(part)
 
   before, after = attend(k), attend(k.at[:, :, 20:].add(3.0))
@@ -136,7 +136,7 @@ def test_a_key_behind_the_anchor_never_matters(tiling):
 def test_vmapped_tiles_equal_a_loop(tiling):
   del tiling
   cases = [case(seed=seed) for seed in range(3)]
-  attend = context_attention.context_attention
+  attend = context_tiles.context_attention
   many = jax.vmap(attend)(*(jnp.stack(x) for x in zip(*cases, strict=True)))
   for index, one in enumerate(cases):
     np.testing.assert_allclose(
@@ -148,21 +148,21 @@ def test_vmapped_tiles_equal_a_loop(tiling):
 
 def test_bfloat16_keeps_float32_sums(tiling):
   del tiling
-  got = context_attention.context_attention(*case(dtype=jnp.bfloat16))
+  got = context_tiles.context_attention(*case(dtype=jnp.bfloat16))
   want = dense(*case(dtype=jnp.bfloat16))
   assert got.weighted.dtype == got.total.dtype == jnp.float32
   np.testing.assert_allclose(finished(got), finished(want), atol=2e-2)
 
 
 def test_no_score_matrix_of_all_blocks_is_held(monkeypatch):
-  monkeypatch.setattr(context_attention, "_WHOLE", 0)
-  monkeypatch.setattr(context_attention, "_TILE_TOKENS", SLOTS)
+  monkeypatch.setattr(context_tiles, "_WHOLE", 0)
+  monkeypatch.setattr(context_tiles, "_TILE_TOKENS", SLOTS)
   num_keys = 600
   q, k, v, visible = case(blocks=40)
   k, v = (jnp.resize(part, (2, GROUPS, num_keys, WIDTH)) for part in (k, v))
 
   def total(q, k, v):
-    part = context_attention.context_attention(q, k, v, visible)
+    part = context_tiles.context_attention(q, k, v, visible)
     return jnp.sum(finished(part) ** 2)
 
   compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, v).compile()

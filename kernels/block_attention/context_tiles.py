@@ -7,7 +7,7 @@ its last anchor needs, and the backward pass computes its scores anew. Anchors
 come sorted, so neighbours need about the same prefix; in any other order the
 result is the same and only the time is not. A window hides the start of that
 prefix but saves none of its time. Not here: the attention inside a block, which
-is joined by `attention.merge`.
+is joined by `partial.merge`.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspine_jax import attention, attention_masks
+from kernels.block_attention import masks, partial
 
 # Scores that are taken in one piece: small enough for the cache of a core.
 _WHOLE = 2**20
@@ -35,7 +35,7 @@ def context_attention(
   v: Float[Array, "b g s h"],
   visible: Int[Array, "b n"],
   starts: Int[Array, "b n k"] | None = None,
-) -> attention.PartialAttention:
+) -> partial.PartialAttention:
   """Attention of each block to the first `visible` positions of its row.
 
   Args:
@@ -47,7 +47,7 @@ def context_attention(
     starts: first of them that a slot sees (sliding layers); None for all.
 
   Returns:
-    Parts [B, N, Q, K, ...], as `attention.partial_attention` gives for blocks.
+    Parts [B, N, Q, K, ...], as `partial.partial_attention` gives for blocks.
   """
   batch, blocks, slots, heads, _ = q.shape
   num_keys = k.shape[2]
@@ -57,8 +57,8 @@ def context_attention(
   ends = jnp.repeat(visible, slots, axis=1)
   if starts is not None:
     starts = starts.reshape(batch, blocks * slots)
-  mask = attention_masks.prefix(ends, num_keys, starts)
-  part = attention.partial_attention(rows, k, v, mask)
+  mask = masks.prefix(ends, num_keys, starts)
+  part = partial.partial_attention(rows, k, v, mask)
 
   def per_block(x):
     x = x.reshape(batch, heads, blocks, slots, x.shape[-1])
@@ -89,7 +89,7 @@ def _tiled_forward(q, k, v, visible, starts):
   return out, (rows, k, v, bounds, parts.maximum)
 
 
-def _tiled_backward(residuals, cotangent: attention.PartialAttention):
+def _tiled_backward(residuals, cotangent: partial.PartialAttention):
   rows, k, v, bounds, maximum = residuals
   batch, blocks, heads, slots, width = cotangent.weighted.shape
   tiles = _Tiles((batch, blocks, slots, heads, width), k.shape[1])
@@ -181,21 +181,21 @@ def _on_prefix(function, k, v, bounds, *rows):
 
 
 def _scores(rows, k, bounds):
-  scores = attention.product("gth,gsh->gts", rows, k) * rows.shape[-1] ** -0.5
-  seen = attention_masks.prefix(bounds.ends, k.shape[1], bounds.starts)
-  return jnp.where(seen[None], scores, attention.MASKED)
+  scores = partial.product("gth,gsh->gts", rows, k) * rows.shape[-1] ** -0.5
+  seen = masks.prefix(bounds.ends, k.shape[1], bounds.starts)
+  return jnp.where(seen[None], scores, partial.MASKED)
 
 
 def _attend(size, k, v, bounds, rows):
   k, v = k[:, :size], v[:, :size]
-  return attention.weigh(_scores(rows, k, bounds), v)[0]
+  return partial.weigh(_scores(rows, k, bounds), v)[0]
 
 
 def _attend_backward(size, k, v, bounds, rows, maximum, weighted, total):
   rest = ((0, 0), (0, 0), (0, k.shape[1] - size))
   k, v = k[:, :size], v[:, :size]
   weights = jnp.exp(_scores(rows, k, bounds) - maximum)
-  d_rows, d_k, d_v = attention.scores_backward(
+  d_rows, d_k, d_v = partial.scores_backward(
     rows, k, v, weights, weighted, total
   )
   return d_rows, jnp.pad(d_k, rest), jnp.pad(d_v, rest)

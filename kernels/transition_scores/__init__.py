@@ -1,0 +1,1 @@
+"""Scores of all adjacent pairs of candidates, and the draft they select."""
