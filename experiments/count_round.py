@@ -8,8 +8,9 @@ with DSpine at its published sizes, once with what is the default on that device
 and once with XLA alone. Prints kernels, bytes and FLOPs, their least time at
 the published peaks, the share of each part, and XLA's memory analysis. It is
 not a measurement, and XLA compiles here without trying kernels on the device
-(matrix products go to cuBLAS, or to XLA's own with --gemm=triton). Needs JAX's
-CUDA plugin (`make test-hopper` installs it). Time: one to three minutes.
+(matrix products go to cuBLAS, or to XLA's own with --gemm=triton). Writes
+results.json and counts.md. Needs JAX's CUDA plugin (`make test-hopper` installs
+it). Time: one to three minutes.
 """
 
 import contextlib
@@ -204,15 +205,22 @@ def _largest(kernels) -> list[dict]:
   return [kernel._asdict() for kernel in ordered[: _TOP.value]]
 
 
-def print_program(name: str, by_implementation: dict) -> None:
+HEADERS = ("ops", "part", "kernels", "GB", "GFLOP", "least ms", "share")
+
+
+def table_rows(by_implementation: dict) -> list[list]:
+  """A line for each part of the program, with kernels and without."""
   rows = []
   for implementation, counted in by_implementation.items():
     for part, numbers in [("all", counted), *counted["parts"].items()]:
       share = numbers["least_seconds"] / counted["least_seconds"]
       rows.append([implementation, part, *_cells(numbers), f"{share:.0%}"])
-  headers = ["ops", "part", "kernels", "GB", "GFLOP", "least ms", "share"]
+  return rows
+
+
+def print_program(name: str, by_implementation: dict) -> None:
   print(f"{name}:")
-  print(run_io.table(rows, headers))
+  print(run_io.table(table_rows(by_implementation), HEADERS))
   for implementation, counted in by_implementation.items():
     memory = counted["memory"]
     print(
@@ -268,6 +276,12 @@ def main(unused_argv):
       {"programs": results, "jax": jax.__version__, "device": cost.H100.name},
     )
     print_program(name, results[name])
+  (work_dir.path / "counts.md").write_text(
+    "\n".join(
+      f"## {name}\n\n{run_io.markdown_table(table_rows(counted), HEADERS)}\n"
+      for name, counted in results.items()
+    )
+  )
 
 
 _RECORDED = (

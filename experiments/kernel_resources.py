@@ -161,9 +161,11 @@ def main(unused_argv):
     work_dir.path / "resources.json",
     {"target": "sm_90", "kernels": rows, "mosaic": mosaic},
   )
-  tables = [([cells(row) for row in rows], HEADERS)]
-  tables.append(([mosaic_cells(row) for row in mosaic], MOSAIC_HEADERS))
-  tables = [table for table in tables if table[0]]
+  tables: list[tuple[list[list], tuple[str, ...]]] = [
+    ([cells(row) for row in rows], HEADERS)
+  ]
+  if mosaic:
+    tables.append(([mosaic_cells(row) for row in mosaic], MOSAIC_HEADERS))
   text = "\n\n".join(run_io.markdown_table(*table) for table in tables)
   (work_dir.path / "resources.md").write_text(f"{_CAPTION}\n{text}\n")
   for table in tables:

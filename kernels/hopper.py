@@ -2,9 +2,9 @@
 
 Needs the CUDA plugin of JAX (`jax-cuda13-plugin`, `jax-cuda13-pjrt`) and
 JAX_PLATFORMS=cpu, but no GPU and no driver. What comes back is XLA's compiled
-program: its text, its memory analysis, and an error if a kernel asks for more
-shared memory than the device has. Nothing can be run. Resources of single
-Triton kernels: `triton_resources.py`.
+program: its text, its memory analysis, and an error if a kernel of XLA's or of
+Mosaic's asks for more shared memory than the device has. Nothing can be run.
+Triton kernels are loaded without such a check: see `triton_resources.py`.
 """
 
 import contextlib

@@ -93,8 +93,6 @@ def _compile(
   num_warps: int,
   num_stages: int,
 ) -> Resources:
-  import triton
-  from triton.backends.compiler import GPUTarget
   from triton.compiler import ASTSource
 
   values = dict(constants)
@@ -111,22 +109,11 @@ def _compile(
     for i, name in enumerate(kernel.arg_names)
     if name not in values
   }
-  compiled = triton.compile(
+  compiled = _to_sm90(
     ASTSource(kernel, signature, constexprs=values, attrs=aligned),
-    target=GPUTarget("cuda", 90, 32),
-    options={"num_warps": num_warps, "num_stages": num_stages},
+    {"num_warps": num_warps, "num_stages": num_stages},
   )
-  tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
-  with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-    file.write(compiled.asm["cubin"])
-    file.flush()
-    text = subprocess.run(
-      [tools / "cuobjdump", "--dump-resource-usage", file.name],
-      capture_output=True,
-      text=True,
-      check=True,
-    ).stdout
-  usage = dict(re.findall(r"(REG|STACK):(\d+)", text))
+  usage = _usage(compiled.asm["cubin"])
   ptx = compiled.asm["ptx"]
   return Resources(
     kernel=kernel.__name__,
@@ -136,3 +123,35 @@ def _compile(
     wgmma="wgmma" in ptx,
     mma="wgmma" in ptx or "mma.sync" in ptx,
   )
+
+
+def _to_sm90(source: Any, options: dict[str, int]) -> Any:
+  """Triton's compiled kernel, in a cache of its own that is thrown away.
+
+  Once jax_triton is imported, Triton has no folder for a cache any more.
+  """
+  import triton
+  from triton.backends.compiler import GPUTarget
+
+  with triton.knobs.cache.scope(), tempfile.TemporaryDirectory() as folder:
+    triton.knobs.cache.dir = folder
+    return triton.compile(
+      source, target=GPUTarget("cuda", 90, 32), options=options
+    )
+
+
+def _usage(cubin: bytes) -> dict[str, str]:
+  """Registers and stack of a compiled kernel, as `cuobjdump` prints them."""
+  import triton
+
+  tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+  with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(cubin)
+    file.flush()
+    text = subprocess.run(
+      [tools / "cuobjdump", "--dump-resource-usage", file.name],
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout
+  return dict(re.findall(r"(REG|STACK):(\d+)", text))

@@ -14,6 +14,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault(name, "1")
   os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# A program that another test, suite or run has compiled is read from disk, in
+# processes that tests start, too. Workers do not share, since an entry is not
+# written in one go.
+os.environ.setdefault(
+  "JAX_COMPILATION_CACHE_DIR",
+  os.path.join(
+    os.path.dirname(__file__),
+    *("..", ".pytest_cache", "xla"),
+    os.environ.get("PYTEST_XDIST_WORKER", "main"),
+  ),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 import jax
 import jaxtyping
 import pytest

@@ -269,7 +269,7 @@ class _Counter:
     value = computation.instructions[name]
     if value.opcode == "tuple":
       return sum(self._written(computation, x) for x in value.operands)
-    if False:
+    if value.opcode in _UPDATES:
       update = computation.instructions[value.operands[_UPDATES[value.opcode]]]
       return update.shapes[0].size * value.shapes[0].itemsize
     if value.opcode in ("bitcast", "reshape"):

@@ -72,9 +72,9 @@ def test_a_conditional_counts_its_largest_branch(program):
 
 
 def test_totals_and_parts_add_up(program):
-  # rows, row, new, start, lt, score_rows, y x 6, t.
+  # rows, row, new, start, lt, score_rows, carried, y x 6, t.
   total = hlo_count.total(program.kernels)
-  assert total.kernels == 6 + 6 + 1
+  assert total.kernels == 7 + 6 + 1
   parts = hlo_count.by_part(
     program.kernels, ("draft", "cache", "verify", "commit")
   )
@@ -85,7 +85,7 @@ def test_totals_and_parts_add_up(program):
     "cache": {"start"},
     "verify": {"lt"},
     "commit": {"new", "row"},
-    "other": {"y", "t"},
+    "other": {"carried", "y", "t"},
   }
   sums = [hlo_count.total(group) for group in parts.values()]
   assert sum(x.bytes for x in sums) == total.bytes

@@ -163,7 +163,9 @@ def test_the_loss_in_chunks_is_the_loss_at_once():
   arguments = kernel_cases.values(kernel_cases.arguments_of(case))
   whole = jax.jit(kernel_cases.function_of(case, "xla"))(*arguments)
   case = case._replace(chunks=3)
-  parts = jax.jit(kernel_cases.function_of(case, "xla"))(*arguments)
+  function = kernel_cases.function_of(case, "xla")
+  assert "scan" in str(jax.make_jaxpr(function)(*arguments))
+  parts = jax.jit(function)(*arguments)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
     parts,
@@ -269,6 +271,7 @@ def test_tuned_sizes_are_what_kernels_then_take(tmp_path, monkeypatch):
   monkeypatch.setattr(block_sizes, "FOLDER", tmp_path / "tuned")
   monkeypatch.setattr(block_sizes, "device_kind", lambda: "nvidia_h200")
   try:
+    assert chosen_by_an_op() == sizes()
     folder, best = tmp_path / "tuned", sizes(rows=128)
     kernel_tuning.write(folder, "nvidia_h200", {choices[0]: best}, {})
     kernel_tuning.write(folder, "nvidia_h200", {}, {"op": "triton"})

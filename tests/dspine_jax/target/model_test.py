@@ -249,3 +249,22 @@ def test_init_shrinks_what_is_written_into_the_residual_stream():
   first, second = (p["mlp"]["up_proj"]["kernel"] for p in params["layers"])
   assert (first != second).any()
   assert (params["lm_head"] != params["embed_tokens"]).any()
+
+
+def test_the_head_s_gradient_in_bfloat16_multiplies_in_bfloat16():
+  head, hidden = jnp.ones((61, 24), jnp.bfloat16), jnp.ones((5, 24))
+  weights = jnp.arange(5 * 61, dtype=jnp.float32).reshape(5, 61) % 7
+
+  def total(head, hidden):
+    return jnp.sum(weights * jnp.tanh(0.01 * model.head_logits(head, hidden)))
+
+  gradient = jax.grad(total, argnums=(0, 1))
+  half = hidden.astype(jnp.bfloat16)
+  equations = jax.make_jaxpr(gradient)(head, half).eqns
+  products = [e for e in equations if e.primitive.name == "dot_general"]
+  assert len(products) == 2
+  for product in products:
+    assert {x.aval.dtype for x in product.invars} == {jnp.dtype(jnp.bfloat16)}
+  exact = gradient(head.astype(jnp.float32), hidden)
+  for got, want in zip(gradient(head, half), exact, strict=True):
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-6)
