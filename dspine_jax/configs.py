@@ -378,6 +378,7 @@ def drafter_for(
     num_heads=target.num_heads,
     num_kv_heads=target.num_kv_heads,
     head_dim=target.head_dim,
+    dtype=target.dtype,
     rope_theta=target.rope_theta,
     rms_norm_eps=target.rms_norm_eps,
     max_positions=target.max_positions,

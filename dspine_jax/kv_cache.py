@@ -16,11 +16,12 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float
 
 from dspine_jax.typing import Lengths, PyTree
+from kernels import dispatch
 
 KeysValues = tuple[Float[Array, "b g s h"], Float[Array, "b g s h"]]
 
-# Up to this many rows, each row is written by its own dynamic slice, in place;
-# XLA:CPU would turn the batched form into a loop over single positions.
+# On the CPU, up to this many rows are each written by their own dynamic slice,
+# in place: XLA:CPU would turn the batched form into a loop over positions.
 _UNROLLED_ROWS = 32
 
 
@@ -71,7 +72,7 @@ def _write(cache, new, starts):
   """Writes new [B, G, T, H] into cache [B, G, S, H] at each row's start."""
   new = new.astype(cache.dtype)
   batch = cache.shape[0]
-  if batch <= _UNROLLED_ROWS:
+  if batch <= _UNROLLED_ROWS and dispatch.platform() == "cpu":
     for row in range(batch):
       index = (row, 0, starts[row], 0)
       cache = lax.dynamic_update_slice(cache, new[row : row + 1], index)
@@ -79,7 +80,9 @@ def _write(cache, new, starts):
   positions = starts[:, None] + jnp.arange(new.shape[2])[None, :]
   rows = jnp.arange(batch)[:, None]
   values = jnp.swapaxes(new, 1, 2)
-  return cache.at[rows, :, positions].set(values, mode="drop")
+  return cache.at[rows, :, positions].set(
+    values, mode="drop", unique_indices=True
+  )
 
 
 def write(cache: KVCache, new_layers: PyTree) -> KVCache:

@@ -50,7 +50,10 @@ _DTYPE = flags.DEFINE_enum(
   "What both compute in; the step's parameters are float32.",
 )
 _LAYERS = flags.DEFINE_enum(
-  "layers", "scan", ("scan", "unroll"), "The target's layers."
+  "layers",
+  "unroll",
+  ("scan", "unroll"),
+  "The target's layers; a scan copies each layer's cache for a kernel.",
 )
 _GEMM = flags.DEFINE_enum(
   "gemm",
@@ -70,10 +73,7 @@ _TOP = flags.DEFINE_integer(
 
 # Scopes in `decoding.round`, `drafters.dspine` and `training.step`.
 PARTS = {
-  "round": (
-    *("draft", "candidates", "cache", "walk", "propose"),
-    *("verify", "commit"),
-  ),
+  "round": ("draft", "candidates", "cache", "propose", "verify", "commit"),
   "train": ("supervise", "context", "draft", "loss", "update"),
 }
 _NEW_TOKENS = 256

@@ -31,7 +31,6 @@ _SHAPES = flags.DEFINE_list(
 )
 _OPS = flags.DEFINE_list("ops", list(kernel_ops.OPS), "Which ops.")
 
-MAX_REGISTERS = 255
 
 MOSAIC_HEADERS = (
   *("kernel", "first at", "shapes", "registers", "spilled", "shared"),
@@ -75,11 +74,7 @@ def row_of(recorded, names: list[str]) -> dict:
     "num_warps": launch.num_warps,
     "num_stages": launch.num_stages,
     "constants": {name: str(x) for name, x in launch.constants.items()},
-    "fits": (
-      resources.stack == 0
-      and resources.registers <= MAX_REGISTERS
-      and resources.shared <= hopper.SHARED_MEMORY
-    ),
+    "problems": resources.problems(),
   }
 
 
@@ -170,8 +165,8 @@ def main(unused_argv):
   (work_dir.path / "resources.md").write_text(f"{_CAPTION}\n{text}\n")
   for table in tables:
     print(run_io.table(*table), end="\n\n")
-  wrong = [row["kernel"] for row in rows if not row["fits"]]
-  print(f"kernels that do not fit or spill: {', '.join(wrong) or 'none'}")
+  wrong = [problem for row in rows for problem in row["problems"]]
+  print(f"kernels that do not fit or spill: {'; '.join(wrong) or 'none'}")
 
 
 _CAPTION = """# Resources of the kernels on sm_90, compiled

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import jax
 from jax import numpy as jnp
 
-from kernels import triton_call
+from kernels import hopper, triton_call
+
+_MAX_REGISTERS = 255  # of a thread
 
 _POINTERS = {
   "bfloat16": "*bf16",
@@ -52,6 +54,19 @@ class Resources(NamedTuple):
   shared: int
   wgmma: bool
   mma: bool
+
+  def problems(self) -> list[str]:
+    """What keeps the kernel from running, or from running well, on Hopper."""
+    found = []
+    if self.stack:
+      found.append(f"{self.stack} bytes of stack: registers spill")
+    if self.registers > _MAX_REGISTERS:
+      found.append(f"{self.registers} registers, {_MAX_REGISTERS} at most")
+    if self.shared > hopper.SHARED_MEMORY:
+      found.append(
+        f"{self.shared} bytes of shared memory, {hopper.SHARED_MEMORY} at most"
+      )
+    return [f"{self.kernel}: {problem}" for problem in found]
 
 
 def launches(function: Callable, *arguments: Any) -> list[Recorded]:

@@ -375,18 +375,21 @@ def propose(
       keys=keys,
       forced=forced,
     )
-  logits = model.head_logits(tables.head, output.hidden[:, 0, first:])
+  with jax.named_scope("candidates"):
+    logits = model.head_logits(tables.head, output.hidden[:, 0, first:])
   assert output.pre_injection is not None
   u, last = output.pre_injection[:, 0, first:], refinement_params(params)
   if kind == "greedy":
-    _, ids = candidates_lib.top_candidates(logits, options.top_k)
-    tokens = scores_api.greedy_draft(
-      u,
-      anchor_tokens,
-      ids,
-      *_scoring(last, buffers, tables),
-      eps=cfg.rms_norm_eps,
-    )
+    with jax.named_scope("candidates"):
+      _, ids = candidates_lib.top_candidates(logits, options.top_k)
+    with jax.named_scope("cache"):  # The walk through it included.
+      tokens = scores_api.greedy_draft(
+        u,
+        anchor_tokens,
+        ids,
+        *_scoring(last, buffers, tables),
+        eps=cfg.rms_norm_eps,
+      )
     return contract.Proposal(tokens=tokens.astype(jnp.int32))
 
   def scores_of(predecessors, ids):

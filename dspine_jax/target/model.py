@@ -26,7 +26,8 @@ from dspine_jax.typing import (
   PyTree,
   Tokens,
 )
-from kernels.block_attention import masks, partial
+from kernels.block_attention import api as block_attention
+from kernels.block_attention import partial
 
 
 @struct.dataclass
@@ -52,19 +53,30 @@ class DecoderLayer(nn.Module):
   cfg: configs.TargetConfig
 
   @nn.compact
-  def __call__(self, x, rope, past, past_mask, own_mask):
+  def __call__(self, x, rope, past, lengths, own_mask):
     cfg = self.cfg
     attend = layers.Projections(cfg, name="self_attn")
     normed = layers.RMSNorm(cfg.rms_norm_eps, name="input_layernorm")(x)
     q = attend.queries(normed, rope)
-    k, v = (
-      jnp.swapaxes(part, 1, 2) for part in attend.keys_values(normed, rope)
-    )
-    parts = [partial.partial_attention(q, k, v, own_mask)]
-    if past is not None:
+    own = attend.keys_values(normed, rope)
+    k, v = (jnp.swapaxes(part, 1, 2) for part in own)
+    if past is None:
+      part = partial.partial_attention(q, k, v, own_mask[None])
+      heads = partial.merge(part, dtype=x.dtype)
+    else:
+      # The pass is one block after its cache.
       past_k, past_v = (part.astype(x.dtype) for part in past)
-      parts.append(partial.partial_attention(q, past_k, past_v, past_mask))
-    x = x + attend.output(partial.merge(*parts, dtype=x.dtype))
+      heads = block_attention.block_attention(
+        q[:, None],
+        own[0][:, None],
+        own[1][:, None],
+        past_k,
+        past_v,
+        lengths[:, None],
+        None,
+        own_mask,
+      )[:, 0]
+    x = x + attend.output(heads)
     normed = layers.RMSNorm(cfg.rms_norm_eps, name="post_attention_layernorm")(
       x
     )
@@ -193,18 +205,17 @@ def forward(
   rope = layers.rope_table(
     positions, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling
   )
-  own_mask = attention_masks.causal(num_tokens)[None]
-  past_mask, past_layers = None, None
+  own_mask = attention_masks.causal(num_tokens)
+  past_layers = None
   if cache is not None and not cache_is_empty:
     past_layers = cache.layers
-    past_mask = masks.prefix(cache.lengths, cache.capacity)[:, None]
   layer = DecoderLayer(cfg)
 
   def step(layer_params, carry, inputs):
     x, taps = carry
     index, past = inputs
     x, kv = layer.apply(
-      {"params": layer_params}, x, rope, past, past_mask, own_mask
+      {"params": layer_params}, x, rope, past, starts, own_mask
     )
     return (x, _tap(taps, x, index, tap_layers)), kv
 

@@ -95,16 +95,20 @@ def run_blocks(
   """The drafter's pass over all drawn blocks of a batch."""
   length = batch.tokens.shape[1]
   positions = jnp.broadcast_to(jnp.arange(length)[None], batch.tokens.shape)
+  with jax.named_scope("context"):
+    context = backbone.context_kv(
+      params["backbone"], batch.context_features, positions, cfg=cfg
+    )
   inputs = contract.BlockInputs(
     anchors=draws.anchors,
     keep=draws.keep,
     tokens=anchors.block_tokens(batch.tokens, draws.anchors, cfg.block_size),
-    context=backbone.context_kv(
-      params["backbone"], batch.context_features, positions, cfg=cfg
-    ),
+    context=context,
     replaced=draws.replace,
   )
-  return methods.drafter(cfg).forward(params, buffers, tables, inputs, cfg=cfg)
+  forward = methods.drafter(cfg).forward
+  with jax.named_scope("draft"):
+    return forward(params, buffers, tables, inputs, cfg=cfg)
 
 
 def micro_loss(
@@ -121,16 +125,17 @@ def micro_loss(
 ) -> tuple[jax.Array, contract.LossReport]:
   """Forward pass and objective of one micro-batch."""
   output = run_blocks(params, buffers, tables, batch, draws, cfg=cfg)
-  return methods.drafter(cfg).loss(
-    params,
-    buffers,
-    tables,
-    output,
-    supervision,
-    cfg=cfg,
-    window=window,
-    chunk_size=chunk_size,
-  )
+  with jax.named_scope("loss"):
+    return methods.drafter(cfg).loss(
+      params,
+      buffers,
+      tables,
+      output,
+      supervision,
+      cfg=cfg,
+      window=window,
+      chunk_size=chunk_size,
+    )
 
 
 def window_gradient(
@@ -154,9 +159,10 @@ def window_gradient(
     draws = draw(
       micro_key, batch.loss_mask, train.num_anchors, schedule.replacement
     )
-    supervision = anchors.supervise(
-      batch, draws.anchors, draws.keep, method.supervised, cfg=cfg
-    )
+    with jax.named_scope("supervise"):
+      supervision = anchors.supervise(
+        batch, draws.anchors, draws.keep, method.supervised, cfg=cfg
+      )
     micros.append((batch, draws, supervision))
   weights = [jnp.sum(supervision.weights) for _, _, supervision in micros]
   denominator = jnp.sum(jnp.stack(weights))
@@ -216,8 +222,9 @@ def make_train_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
       cfg=cfg,
       train=train,
     )
-    updates, opt_state = tx.update(gradient, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    with jax.named_scope("update"):
+      updates, opt_state = tx.update(gradient, state.opt_state, state.params)
+      params = optax.apply_updates(state.params, updates)
     metrics = summarize(report)
     metrics["loss"] = value
     metrics["grad_norm"] = optax.tree.norm(gradient)

@@ -51,7 +51,8 @@ def context_attention(
   """
   batch, blocks, slots, heads, _ = q.shape
   num_keys = k.shape[2]
-  if batch * blocks * slots * heads * num_keys > _WHOLE:
+  # One block a row (decoding) has the scores of a few slots only.
+  if blocks > 1 and batch * blocks * slots * heads * num_keys > _WHOLE:
     return _tiled(q, k, v, visible, starts)
   rows = q.reshape(batch, blocks * slots, heads, -1)
   ends = jnp.repeat(visible, slots, axis=1)

@@ -1,7 +1,8 @@
 """Work of block attention: least, ours, and XLA's.
 
-XLA's stages are those of the program that it compiles for an H100: it takes
-tiles of blocks one after another, and copies what a tile reads; the scores of a
+XLA's stages are those of the program that it compiles for an H100: in training
+it takes tiles of blocks one after another, and copies what a tile reads; in
+decoding (one block a row) it takes the whole context; the scores of a
 tile are written in float32, read for the maximum and again for the weights, and
 in the backward computed anew and read once more. Arrays that stay in the cache
 of the device between two of its kernels (the scores of one request do) count as
@@ -10,7 +11,6 @@ the same cache must provide. Only positions that are seen count, plus what XLA's
 prefixes round up.
 """
 
-import math
 from typing import NamedTuple
 
 from kernels.block_attention import heuristics
@@ -40,6 +40,7 @@ class _Work(NamedTuple):
     tiles: XLA's tiles of the whole batch, times G H.
     positions: S.
     requests: B.
+    is_tiled: whether XLA takes tiles of blocks one after another.
   """
 
   head_dim: int
@@ -57,6 +58,7 @@ class _Work(NamedTuple):
   tiles: int
   positions: int
   requests: int
+  is_tiled: bool
 
 
 def cost(
@@ -125,8 +127,7 @@ def _work(shape: heuristics.Shape, visible: float | int | None) -> _Work:
     prefix = min(shape.context, visible + step / 2)
     cut = max(0.0, prefix - step)
   else:
-    prefix = math.ceil(visible / step) * step
-    cut = prefix if prefix < shape.context else 0.0
+    prefix, cut = float(shape.context), 0.0
   tokens = shape.batch * shape.blocks * shape.slots
   per_key = shape.groups * shape.width
   rows = shape.batch * shape.per_batch
@@ -147,6 +148,7 @@ def _work(shape: heuristics.Shape, visible: float | int | None) -> _Work:
     tiles=shape.batch * -(-shape.blocks * shape.slots // _TILE_SLOTS) * per_key,
     positions=shape.context,
     requests=shape.batch,
+    is_tiled=many,
   )
 
 
@@ -199,7 +201,7 @@ def _triton_backward(work: _Work) -> list[Stage]:
 
 def _copies(work: _Work, name: str) -> Stage:
   """Keys and values of a request, and of a tile's prefix, read and written."""
-  request = work.context if work.requests > 1 else 0
+  request = work.context if work.is_tiled and work.requests > 1 else 0
   prefixes = work.tiles * work.cut
   return Stage(name, 0.0, 4.0 * work.itemsize * (request + prefixes))
 
@@ -220,12 +222,12 @@ def _xla_forward(work: _Work) -> list[Stage]:
 
   own = work.own_scores
   return [
-    Stage("cut queries", 0.0, 4.0 * item * q),
+    Stage("cut queries", 0.0, (4.0 if work.is_tiled else 2.0) * item * q),
     _copies(work, "copies"),
     product("scores", scores, item * (q + keys), wide * scores),
     *softmax("context", scores),
     product("weighted", scores, item * (scores + keys), wide * q),
-    Stage("collect", 0.0, 2.0 * wide * q),
+    Stage("collect", 0.0, 2.0 * wide * q if work.is_tiled else 0.0),
     Stage("own transposes", 0.0, item * (2.0 * q + 4 * work.own)),
     product("own scores", own, item * (q + work.own), wide * own),
     *softmax("own", own),

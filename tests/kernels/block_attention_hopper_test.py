@@ -234,8 +234,7 @@ def test_resources_fit_at_real_shapes():
   assert names == train + train + decode
   for recorded in found:
     used = triton_resources.compile_launch(recorded)
-    assert used.stack == 0 and used.registers <= 255, used
-    assert used.shared <= hopper.SHARED_MEMORY, used
+    assert not used.problems()
     if used.kernel != start + "merge":
       assert recorded.launch.constants["ROWS"] >= 64
       assert used.wgmma, used

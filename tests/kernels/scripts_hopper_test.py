@@ -60,6 +60,7 @@ def test_count_round_counts_a_round_part_by_part(tmp_path):
   command = [
     *(sys.executable, "-m", "experiments.count_round", "--size=tiny"),
     *("--programs=round", "--implementations=xla", "--cache=64"),
+    "--layers=scan",
     f"--work_dir={tmp_path}",
   ]
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -76,7 +77,8 @@ def test_count_round_counts_a_round_part_by_part(tmp_path):
   counted = programs["round"]["xla"]
   parts = counted["parts"]
   assert sum(part["kernels"] for part in parts.values()) == counted["kernels"]
-  for part in ("draft", "verify", "commit"):
+  assert parts["cache"]["kernels"] > 0
+  for part in ("draft", "candidates", "verify", "commit"):
     assert parts[part]["kernels"] > 0 and parts[part]["flops"] > 0
   # Six scanned layers of the target: what is in their loop runs six times.
   assert any(one["launches"] == 6 for one in counted["largest"])
@@ -95,7 +97,7 @@ def test_kernel_resources_lists_kernels_that_fit(tmp_path):
   kernels = json.loads((tmp_path / "resources.json").read_text())["kernels"]
   assert {row["kernel"] for row in kernels} >= {"scores_message", "scores_best"}
   for row in kernels:
-    assert row["fits"] and 0 < row["registers"] <= 255
+    assert not row["problems"] and 0 < row["registers"] <= 255
     assert row["shared"] <= hopper.SHARED_MEMORY
   assert "kernels that do not fit or spill: none" in done.stdout
   assert "| scores_message |" in (tmp_path / "resources.md").read_text()
