@@ -175,6 +175,7 @@ def count(name: str, implementation: str, sizes: large_models.Size) -> dict:
       ).items()
     },
     "kinds": _kinds(program.kernels),
+    "custom": _custom(program.kernels),
     "largest": _largest(program.kernels),
     "memory": {
       "arguments": memory.argument_size_in_bytes,
@@ -198,6 +199,15 @@ def _kinds(kernels) -> dict[str, int]:
   for kernel in kernels:
     kinds[kernel.kind] = kinds.get(kernel.kind, 0) + kernel.launches
   return dict(sorted(kinds.items(), key=lambda item: -item[1]))
+
+
+def _custom(kernels) -> dict[str, int]:
+  """Launches of the kernels of package `kernels`, by name."""
+  launches: dict[str, int] = {}
+  for kernel in kernels:
+    if kernel.kind in ("triton_kernel_call", "mosaic_gpu_v2"):
+      launches[kernel.name] = launches.get(kernel.name, 0) + kernel.launches
+  return dict(sorted(launches.items()))
 
 
 def _largest(kernels) -> list[dict]:

@@ -42,27 +42,6 @@ HEADERS = (
 )
 
 
-def distinct_launches(cases) -> dict:
-  """Launches that compile differently, and the cases that have them."""
-  found: dict = {}
-  for case in cases:
-    function = kernel_cases.function_of(case, "triton")
-    arguments = kernel_cases.structs(kernel_cases.arguments_of(case))
-    for recorded in triton_resources.launches(function, *arguments):
-      launch, dtypes = recorded
-      key = (
-        launch.kernel.__name__,
-        dtypes,
-        tuple(sorted(launch.constants.items())),
-        launch.num_warps,
-        launch.num_stages,
-      )
-      names = found.setdefault(key, (recorded, []))[1]
-      if case.name not in names:
-        names.append(case.name)
-  return found
-
-
 def row_of(recorded, names: list[str]) -> dict:
   """Compiles one launch."""
   resources = triton_resources.compile_launch(recorded)
@@ -145,7 +124,7 @@ def main(unused_argv):
     argv=sys.argv,
     resume=False,
   )
-  launches = distinct_launches(cases).values()
+  launches = kernel_cases.distinct_launches(cases).values()
   rows = []
   with run_io.Progress(len(launches), "compile", "kernels") as progress:
     for recorded, names in launches:

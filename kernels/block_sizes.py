@@ -3,7 +3,7 @@
 Tuned sizes and measured defaults are one JSON per kind of device, written by
 `experiments.gpu_suite`, never while an op runs:
 
-  {"defaults": {op: implementation},
+  {"defaults": {op: {dtype: implementation}},
    "block_sizes": {op: {kernel: {bucket: {"rows": 64, ...}}}}}
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax import numpy as jnp
 from jax.sharding import get_abstract_mesh
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "tuned"
@@ -114,17 +115,19 @@ def choose(
   if sizes is None:
     entries = tuned(device_kind()).get("block_sizes", {})
     entry = entries.get(op, {}).get(kernel, {}).get(bucket)
-    sizes = heuristic() if entry is None else BlockSizes(**entry)
+    sizes = heuristic() if entry is None else _read(entry, op, kernel, bucket)
   choices = _choices.get()
   if choices is not None:
     choices.append(Choice(op, kernel, bucket, sizes))
   return sizes
 
 
-def bucket_of(rows: int, **dims: int) -> str:
-  """ "rows=256,d=4096": rows rounded up to a power of two, the rest exact."""
+def bucket_of(dtype: Any, rows: int, **dims: int) -> str:
+  """ "bfloat16,rows=256,d=4096": rows as a power of two, the rest exact."""
   rounded = 1 << max(rows - 1, 0).bit_length()
-  return ",".join(f"{k}={v}" for k, v in {"rows": rounded, **dims}.items())
+  numbers = {"rows": rounded, **dims}
+  name = jnp.dtype(dtype).name
+  return ",".join([name, *(f"{k}={v}" for k, v in numbers.items())])
 
 
 def device_kind() -> str | None:
@@ -139,15 +142,35 @@ def device_kind() -> str | None:
   return "_".join(kind.lower().split()[:2])
 
 
-def measured_default(op: str) -> str | None:
+def measured_default(op: str, dtype: Any) -> str | None:
   """The implementation that was fastest on this kind of device, if measured."""
-  return tuned(device_kind()).get("defaults", {}).get(op)
+  of_op = tuned(device_kind()).get("defaults", {}).get(op, {})
+  return of_op.get(jnp.dtype(dtype).name)
 
 
 @functools.cache
 def tuned(kind: str | None) -> dict[str, Any]:
-  """What was measured on a kind of device; empty if nothing was."""
+  """What was measured on a kind of device; empty if nothing was.
+
+  Raises:
+    ValueError: the file is no JSON object.
+  """
   path = FOLDER / f"{kind}.json"
   if kind is None or not path.exists():
     return {}
-  return json.loads(path.read_text())
+  try:
+    content = json.loads(path.read_text())
+  except ValueError as error:
+    raise ValueError(f"{path}: is no JSON: {error}") from error
+  if not isinstance(content, dict):
+    raise ValueError(f"{path}: must be a JSON object")
+  return content
+
+
+def _read(entry: dict[str, int], op: str, kernel: str, bucket: str):
+  """An entry of the tuned file."""
+  try:
+    return BlockSizes(**entry)
+  except (TypeError, ValueError) as error:
+    path = FOLDER / f"{device_kind()}.json"
+    raise ValueError(f"{path}: {op}, {kernel}, {bucket}: {error}") from error

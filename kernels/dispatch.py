@@ -10,6 +10,7 @@ implementations themselves, and block sizes (`block_sizes.py`).
 import contextlib
 import contextvars
 from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import get_abstract_mesh
@@ -67,6 +68,7 @@ def needs_hopper() -> str | None:
 def resolve(
   op: str,
   implementation: str | None,
+  dtype: Any,
   limits: Limits,
   predicted: Callable[[], float],
 ) -> str:
@@ -75,6 +77,7 @@ def resolve(
   Args:
     op: name of the op, for messages and measurements.
     implementation: a name, or None for the default.
+    dtype: of the op's products; measurements hold for one.
     limits: for each kernel that the op has, why it cannot do this call.
     predicted: expected time of XLA over that of the Triton kernel.
 
@@ -85,10 +88,10 @@ def resolve(
   if implementation is None:
     if _only_xla.get():
       return "xla"
-    name = block_sizes.measured_default(op)
+    name = block_sizes.measured_default(op, dtype)
     if name is None:
-      name = "triton" if predicted_to_pay(limits, predicted) else "xla"
-    return name if name == "xla" or limits[name]() is None else "xla"
+      return "triton" if predicted_to_pay(limits, predicted) else "xla"
+    return name if name in limits and limits[name]() is None else "xla"
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(
       f"{op}: implementation={implementation!r} is none of "

@@ -3,6 +3,7 @@
 The environment is set before JAX is imported, so this file imports it late.
 """
 
+import importlib.util
 import os
 import pathlib
 
@@ -67,9 +68,24 @@ def pytest_collection_modifyitems(
     _skip(items, "slow", "slow: select it with -m slow")
   if "hopper" not in config.option.markexpr:
     _skip(items, "hopper", "for Hopper: select it with make test-hopper")
+  elif missing := _missing("triton", "jax_triton", "jax_plugins.xla_cuda13"):
+    reason = f"needs {', '.join(missing)}: make test-hopper installs it"
+    _skip(items, "hopper", reason)
   if any(item.get_closest_marker("gpu") for item in items):
     if jax.default_backend() != "gpu":
       _skip(items, "gpu", "needs a GPU, and JAX_PLATFORMS=cuda to use it")
+
+
+def _missing(*modules: str) -> list[str]:
+  """Those of `modules` that are not installed."""
+
+  def is_there(name):
+    try:
+      return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # The package that it would be in.
+      return False
+
+  return [name for name in modules if not is_there(name)]
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

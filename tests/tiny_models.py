@@ -201,6 +201,7 @@ def block_inputs(params, batch, anchors, keep, replace, cfg):
       params["backbone"], batch.context_features, positions, cfg=cfg
     ),
     replaced=replace,
+    for_loss=True,
   )
 
 

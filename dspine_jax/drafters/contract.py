@@ -47,6 +47,8 @@ class BlockInputs:
       unless predecessors are replaced.
     context: per layer (k, v), each [B, G, S, H]; see `backbone.context_kv`.
     replaced: [B, N] bool, blocks that read true predecessors, or None.
+    for_loss: whether the pass is to be supervised, so that what only a loss
+      reads has to be computed (static).
   """
 
   anchors: Anchors
@@ -54,6 +56,7 @@ class BlockInputs:
   tokens: BlockTokens
   context: PyTree
   replaced: Bool[Array, "b n"] | None = None
+  for_loss: bool = struct.field(pytree_node=False, default=False)
 
 
 @struct.dataclass

@@ -89,7 +89,7 @@ def forward(
   replaced = inputs.replaced
   if replaced is None:
     replaced = jnp.zeros(inputs.keep.shape, bool)
-  supervision = layer_supervision.of(options)
+  supervision = layer_supervision.of(options, inputs.for_loss)
 
   def after(layer, index, h):
     if options.injects:
@@ -242,7 +242,7 @@ def loss(
   if window.ce_scale is None:
     ce = losses.safe_divide(sums["ce"], jnp.sum(supervision.weights))
     window = dataclasses.replace(window, ce_scale=ce)
-  of_layers, more = layer_supervision.of(options).loss(
+  of_layers, more = layer_supervision.of(options, True).loss(
     params,
     buffers,
     tables,

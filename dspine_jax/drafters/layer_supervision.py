@@ -133,8 +133,8 @@ KINDS = {
 }
 
 
-def of(options: configs.DSpineOptions) -> LayerSupervision:
-  """The supervision that the options name; none without weight."""
-  if options.alignment_weight == 0:
+def of(options: configs.DSpineOptions, for_loss: bool) -> LayerSupervision:
+  """The supervision that the options name; none without weight or loss."""
+  if options.alignment_weight == 0 or not for_loss:
     return _NONE
   return KINDS[options.layer_supervision]

@@ -105,6 +105,7 @@ def run_blocks(
     tokens=anchors.block_tokens(batch.tokens, draws.anchors, cfg.block_size),
     context=context,
     replaced=draws.replace,
+    for_loss=True,
   )
   forward = methods.drafter(cfg).forward
   with jax.named_scope("draft"):

@@ -189,6 +189,7 @@ def forward(params, buffers, tables, blocks: Blocks, *, cfg):
     tokens=blocks.tokens,
     context=backbone.context_kv(core, blocks.features, positions, cfg=cfg),
     replaced=blocks.replaced,
+    for_loss=True,
   )
   output = methods.drafter(cfg).forward(
     params, buffers, tables, inputs, cfg=cfg

@@ -122,6 +122,24 @@ def compile_all(
     return dict(zip(programs, results, strict=True))
 
 
+def that_run(
+  programs: Mapping[str, Callable[[], Any]],
+) -> tuple[dict[str, Callable[[], Any]], dict[str, Exception]]:
+  """Runs each program once: those that can, and why the others cannot.
+
+  What a compiler lets pass may still be refused by the device, such as a Triton
+  kernel with too much shared memory.
+  """
+  ran, refused = {}, {}
+  for name, program in programs.items():
+    try:
+      jax.block_until_ready(program())
+      ran[name] = program
+    except jax.errors.JaxRuntimeError as error:
+      refused[name] = error
+  return ran, refused
+
+
 def compare(
   programs: Mapping[str, Callable[[], Any]],
   *,
@@ -132,13 +150,11 @@ def compare(
   """Times programs turn and turn about.
 
   Args:
-    programs: name -> a program without arguments.
+    programs: name -> a program without arguments, which has run before.
     calls: calls of the timed function in a program.
     samples: turns at most; three at least are taken.
     seconds: of all turns together, about.
   """
-  for program in programs.values():
-    jax.block_until_ready(program())
   taken: dict[str, list[float]] = {name: [] for name in programs}
   deadline = Deadline(seconds)
   for turn in range(samples):
@@ -160,6 +176,7 @@ def time_one(function: Callable, arguments: tuple, rounds: int) -> float:
   """Seconds of one call of a function, of the same arguments each time."""
   program = repeated(function, rounds)
   copies = [arguments]
+  jax.block_until_ready(program(copies))
   return compare({"it": lambda: program(copies)}, calls=rounds)["it"].seconds
 
 

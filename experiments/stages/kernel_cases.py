@@ -15,6 +15,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from kernels import cost as cost_lib
+from kernels import triton_resources
 from kernels.block_sizes import BlockSizes
 
 
@@ -142,6 +143,14 @@ def structs(specs: Any) -> Any:
   )
 
 
+def dtype_of(case: Case) -> str:
+  """The dtype of the case's numbers, that of its first array of them."""
+  for leaf in jax.tree.leaves(structs(case.arguments)):
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+      return leaf.dtype.name
+  raise ValueError(f"{case.name}: has no array of numbers")
+
+
 def values(specs: Any, seed: int = 0) -> Any:
   """Specs as random arrays, large ones made on the device."""
   leaves, tree = jax.tree.flatten(specs, is_leaf=_is_spec)
@@ -169,3 +178,24 @@ def _value(spec: Spec, generator: np.random.Generator) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key, shape, dtype, scale):
   return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def distinct_launches(cases) -> dict:
+  """Launches that compile differently, and the cases that have them."""
+  found: dict = {}
+  for case in cases:
+    function = function_of(case, "triton")
+    arguments = structs(arguments_of(case))
+    for recorded in triton_resources.launches(function, *arguments):
+      launch, dtypes = recorded
+      key = (
+        launch.kernel.__name__,
+        dtypes,
+        tuple(sorted(launch.constants.items())),
+        launch.num_warps,
+        launch.num_stages,
+      )
+      names = found.setdefault(key, (recorded, []))[1]
+      if case.name not in names:
+        names.append(case.name)
+  return found

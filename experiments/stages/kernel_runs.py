@@ -119,12 +119,16 @@ def _measure_case(case, compiled, program, device, seconds, samples) -> dict:
     if isinstance(error, Exception)
   }
   copies = argument_copies(case, program.copies)
-  times = kernel_bench.compare(
+  runnable, refused = kernel_bench.that_run(
     {
       name: lambda run=run: run(copies)
       for name, run in compiled.items()
       if name not in skipped
-    },
+    }
+  )
+  skipped |= {name: _reason(error) for name, error in refused.items()}
+  times = kernel_bench.compare(
+    runnable,
     calls=program.rounds * program.copies,
     samples=samples,
     seconds=seconds,
@@ -134,6 +138,7 @@ def _measure_case(case, compiled, program, device, seconds, samples) -> dict:
   return {
     "op": case.op,
     "case": case.name,
+    "dtype": kernel_cases.dtype_of(case),
     "calls": program.rounds * program.copies,
     "copies": program.copies,
     "floor_flops": floor.flops,

@@ -75,20 +75,20 @@ def tune(
   }
 
 
-def defaults(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-  """For each op the implementation that was fastest over its timed cases.
+def defaults(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+  """For each op and dtype the implementation that was fastest over its cases.
 
   Ratios are those of `kernel_runs.measure`; their geometric mean decides, and a
   kernel must be at least as fast as XLA.
   """
-  ratios: dict[str, dict[str, list[float]]] = {}
+  ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
   for row in rows:
     for name, timed in row["implementations"].items():
-      of_op = ratios.setdefault(row["op"], {})
+      of_op = ratios.setdefault((row["op"], row["dtype"]), {})
       if timed["ratio_to_xla"] is not None:
         of_op.setdefault(name, []).append(timed["ratio_to_xla"])
-  chosen = {}
-  for op, of_op in ratios.items():
+  chosen: dict[str, dict[str, str]] = {}
+  for (op, dtype), of_op in ratios.items():
     # One that could not run everywhere is no default.
     count = max(map(len, of_op.values()), default=0)
     means = {
@@ -97,7 +97,8 @@ def defaults(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
       if len(values) == count and count
     }
     best = max(means, key=lambda name: means[name], default="xla")
-    chosen[op] = best if means.get(best, 0.0) >= 1.0 else "xla"
+    is_faster = means.get(best, 0.0) >= 1.0
+    chosen.setdefault(op, {})[dtype] = best if is_faster else "xla"
   return chosen
 
 
@@ -105,12 +106,14 @@ def write(
   folder: pathlib.Path,
   kind: str,
   found: Mapping[block_sizes.Choice, BlockSizes],
-  chosen: Mapping[str, str],
+  chosen: Mapping[str, Mapping[str, str]],
 ) -> pathlib.Path:
   """Adds to the tuned file of a kind of device; returns its path."""
   path = folder / f"{kind}.json"
   content = json.loads(path.read_text()) if path.exists() else {}
-  content["defaults"] = content.get("defaults", {}) | dict(chosen)
+  of_ops = content.setdefault("defaults", {})
+  for op, by_dtype in chosen.items():
+    of_ops[op] = of_ops.get(op, {}) | dict(by_dtype)
   sizes = content.setdefault("block_sizes", {})
   for choice, best in found.items():
     of_kernel = sizes.setdefault(choice.op, {}).setdefault(choice.kernel, {})

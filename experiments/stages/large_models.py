@@ -60,14 +60,15 @@ def size(name: str, dtype: str) -> Size:
       "dspine", 2, transfer_rank=32, message_size=16, top_k=4
     )
     return _size(target, 2, 4, options, num_anchors=8, length=64)
-  if name != "8B":
+  if name not in SIZES:
     raise ValueError(f"--size={name}: none of {SIZES}")
+  is_shallow = name == "8B-shallow"
   sizes = shapes.QWEN3_8B
   target = configs.TargetConfig(
     vocab_size=sizes.vocab,
     hidden_size=sizes.width,
     intermediate_size=sizes.intermediate,
-    num_layers=36,
+    num_layers=6 if is_shallow else 36,
     num_heads=sizes.heads,
     num_kv_heads=sizes.kv_heads,
     head_dim=sizes.head_dim,
@@ -83,7 +84,7 @@ def size(name: str, dtype: str) -> Size:
   )
   return _size(
     target,
-    sizes.layers,
+    2 if is_shallow else sizes.layers,
     shapes.BLOCK,
     options,
     num_anchors=shapes.ANCHORS,
@@ -91,7 +92,8 @@ def size(name: str, dtype: str) -> Size:
   )
 
 
-SIZES = ("8B", "tiny")
+# The shallow one has all widths of 8B and few layers: it compiles in seconds.
+SIZES = ("8B", "8B-shallow", "tiny")
 
 
 def _size(target, num_layers, block_size, options, **recipe) -> Size:
@@ -103,7 +105,6 @@ def _size(target, num_layers, block_size, options, **recipe) -> Size:
     block_size=block_size,
     dspine=options,
   )
-  drafter = dataclasses.replace(drafter, dtype=target.dtype)
   return Size(target=target, drafter=drafter, **recipe)
 
 

@@ -171,6 +171,7 @@ def _trial(case, choice, device) -> kernel_tuning.Trial:
       for i, run in compiled.items()
       if not isinstance(run, Exception)
     }
+    runnable, _ = kernel_bench.that_run(runnable)
     times = kernel_bench.compare(runnable, calls=1, samples=5, seconds=0.5)
     taken = {int(i): x.seconds for i, x in times.items()}
     return [taken.get(i) for i in range(len(options))]

@@ -82,6 +82,7 @@ def adjacent_injection(
   name = dispatch.resolve(
     OP,
     implementation,
+    h.dtype,
     {
       "triton": triton_call.unavailable,
       "pallas": functools.partial(_pallas_cannot, h, weights),

@@ -122,7 +122,7 @@ def _predecessors(y, scale, tokens, replaced, codes):
 def _read(h, readout, given, interpret):
   """Reads [N, R], and per row of tiles the square norms of reads and states."""
   (rows, width), rank = h.shape, readout.shape[1]
-  bucket = block_sizes.bucket_of(rows, d=width, r=rank)
+  bucket = block_sizes.bucket_of(h.dtype, rows, d=width, r=rank)
   sizes = _sizes(READ, bucket, given, (rows, rank))
   row_tiles, col_tiles = -(-rows // sizes.rows), rank // sizes.cols
   tile_rows = row_tiles * sizes.rows
@@ -143,7 +143,7 @@ def _read(h, readout, given, interpret):
 def _message(y, predecessors, scale, scale_before, weights, given, interpret):
   """Messages [N, Z]."""
   rows, (rank, width) = len(y), weights.message.shape
-  bucket = block_sizes.bucket_of(rows, r=rank, z=width)
+  bucket = block_sizes.bucket_of(y.dtype, rows, r=rank, z=width)
   sizes = _sizes(MESSAGE, bucket, given, (rows, width), most_cols=128)
   return _call(
     functools.partial(pallas_mosaic_kernels.message, sizes=sizes),
@@ -166,7 +166,7 @@ def _message(y, predecessors, scale, scale_before, weights, given, interpret):
 def _write(h, z, rms, kernel, given, interpret):
   """h + rms z O, [N, D]."""
   (rows, width), message = h.shape, z.shape[1]
-  bucket = block_sizes.bucket_of(rows, d=width, z=message)
+  bucket = block_sizes.bucket_of(h.dtype, rows, d=width, z=message)
   sizes = _sizes(WRITE, bucket, given, (rows, width))
   tiles = -(-rows // sizes.rows) * (width // sizes.cols)
   return _call(

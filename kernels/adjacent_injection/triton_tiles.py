@@ -135,7 +135,7 @@ def choose(
   return block_sizes.choose(
     "adjacent_injection",
     kernel,
-    block_sizes.bucket_of(rows, **dims),
+    block_sizes.bucket_of(dtype, rows, **dims),
     given,
     lambda: heuristic(rows, cols, dtype.itemsize, widest, inner),
   )

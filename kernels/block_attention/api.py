@@ -65,6 +65,7 @@ def block_attention(
   name = dispatch.resolve(
     heuristics.OP,
     implementation,
+    q.dtype,
     {"triton": functools.partial(_triton_cannot, arrays)},
     functools.partial(_predicted_gain, q, context_k),
   )

@@ -101,6 +101,7 @@ def sizes(kernel: str, shape: Shape, given: block_sizes.Given) -> BlockSizes:
   """
   rows = shape.batch * shape.blocks * shape.slots
   bucket = block_sizes.bucket_of(
+    jnp.bfloat16 if shape.itemsize == 2 else jnp.float32,
     rows,
     n=shape.blocks,
     k=shape.slots,

@@ -68,6 +68,7 @@ def draft_loss(
   name = dispatch.resolve(
     OP,
     implementation,
+    hidden.dtype,
     {
       "triton": lambda: _no_triton(hidden, head),
       "pallas": lambda: _no_pallas(hidden, head),

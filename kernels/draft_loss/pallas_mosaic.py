@@ -68,7 +68,7 @@ def normalise(
   sizes = block_sizes.choose(
     OP,
     KERNEL,
-    block_sizes.bucket_of(rows, d=width, v=head.shape[0]),
+    block_sizes.bucket_of(hidden.dtype, rows, d=width, v=head.shape[0]),
     given,
     lambda: BlockSizes(rows=128, cols=128, inner=64, num_warps=8, num_stages=4),
   )

@@ -256,7 +256,7 @@ def _sizes(kernel, hidden, head, given) -> BlockSizes:
   sizes = block_sizes.choose(
     OP,
     kernel,
-    block_sizes.bucket_of(hidden.shape[0], d=width, v=vocab),
+    block_sizes.bucket_of(hidden.dtype, hidden.shape[0], d=width, v=vocab),
     given,
     lambda: default_sizes(kernel, hidden.shape[0], hidden.dtype.itemsize),
   )

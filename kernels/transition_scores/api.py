@@ -83,6 +83,7 @@ def transition_scores(
   name = dispatch.resolve(
     "transition_scores",
     implementation,
+    u.dtype,
     {"triton": lambda: _limits(u, predecessors, candidates)},
     lambda: _gain(u, predecessors.shape[-1], candidates, codes, weights),
   )
@@ -144,6 +145,7 @@ def greedy_draft(
   name = dispatch.resolve(
     "greedy_draft",
     implementation,
+    u.dtype,
     {"triton": lambda: _limits(u, candidates, candidates)},
     lambda: _gain(u, candidates.shape[-1], candidates, codes, weights, True),
   )

@@ -104,7 +104,7 @@ def _pairs(u, predecessors, candidates, codes, head, weights, scale, given):
 def _receiver(read, weights, given):
   """W_q f + b, [N, Z] float32, from the unscaled readout [N, R]."""
   (rows, rank), size = read.shape, weights.bias.shape[0]
-  launch = _row_launch("scores_receiver", rows, size, read.dtype, given)
+  launch = _row_launch("scores_receiver", rows, rank, size, read.dtype, given)
   return triton_call.call(
     triton_rows.scores_receiver,
     read,
@@ -136,7 +136,7 @@ def _message(predecessors, codes, weights, receiver, given):
     R=rank,
     Z=size,
     CODE_SCALE=rank**0.5,
-    **_row_launch("scores_message", rows, size, dtype, given),
+    **_row_launch("scores_message", rows, rank, size, dtype, given),
   )[0]
 
 
@@ -158,7 +158,7 @@ def _through(u, candidates, head, scale, write, given):
     C=candidates.shape[-1],
     D=width,
     Z=size,
-    **_row_launch("scores_through", rows, size, u.dtype, given),
+    **_row_launch("scores_through", rows, width, size, u.dtype, given),
   )
 
 
@@ -171,7 +171,7 @@ def _length(pairs, write, given):
   if by_gram:
     matrix, beside = reference.gram(write), u @ write.T
   rows, cols = slots * count, matrix.shape[-1]
-  launch = _row_launch("scores_length", rows, cols, u.dtype, given)
+  launch = _row_launch("scores_length", rows, size, cols, u.dtype, given)
   num_parts = -(-cols // launch["BLOCK_COLS"])
   return triton_call.call(
     triton_rows.scores_length,
@@ -254,13 +254,16 @@ def _walk(best, candidates):
   )[0]
 
 
-def _row_launch(kernel, rows, cols, dtype, given):
-  """Grid and tiles of a kernel over rows; columns vary fastest."""
+def _row_launch(kernel, rows, inner, cols, dtype, given):
+  """Grid and tiles of a product [rows, inner] x [inner, cols].
+
+  Columns vary fastest.
+  """
   itemsize = jnp.dtype(dtype).itemsize
   sizes = tiles.choose(
     OP,
     kernel,
-    tiles.bucket_of(rows, z=cols, bytes=itemsize),
+    tiles.bucket_of(dtype, rows, inner=inner, cols=cols),
     given,
     lambda: heuristics.row_tiles(kernel, rows, cols, itemsize),
   )
@@ -278,11 +281,11 @@ def _row_launch(kernel, rows, cols, dtype, given):
 def _pair_launch(kernel, pairs, given):
   """Grid and tiles of a kernel that takes a slot a program."""
   slots, count, size = pairs.z.shape
-  others, itemsize = pairs.base.shape[-1], pairs.u.dtype.itemsize
+  others = pairs.base.shape[-1]
   sizes = tiles.choose(
     OP,
     kernel,
-    tiles.bucket_of(slots, p=count, c=others, z=size, bytes=itemsize),
+    tiles.bucket_of(pairs.u.dtype, slots, p=count, c=others, z=size),
     given,
     lambda: heuristics.pair_tiles(count, others),
   )

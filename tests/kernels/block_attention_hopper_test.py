@@ -225,19 +225,17 @@ def real_launches():
 
 
 @needs_compiler
-def test_resources_fit_at_real_shapes():
+def test_real_shapes_launch_each_kernel_and_sliding_windows_fit():
   found = real_launches()
   names = [recorded.launch.kernel.__name__ for recorded in found]
   start = "block_attention_"
   train = [start + x for x in ("forward", "backward_q", "backward_context")]
   decode = [start + "forward", start + "merge", start + "forward"]
   assert names == train + train + decode
-  for recorded in found:
+  # Without windows all are compiled in `resources_hopper_test`.
+  for recorded in found[len(train) : 2 * len(train)]:
     used = triton_resources.compile_launch(recorded)
-    assert not used.problems()
-    if used.kernel != start + "merge":
-      assert recorded.launch.constants["ROWS"] >= 64
-      assert used.wgmma, used
+    assert used.wgmma and not used.problems()
 
 
 @needs_compiler

@@ -7,7 +7,7 @@ UNABLE = {"triton": lambda: "too odd"}
 
 
 def resolve(name, limits=LIMITS, gain=2.0):
-  return dispatch.resolve("op", name, limits, lambda: gain)
+  return dispatch.resolve("op", name, "bfloat16", limits, lambda: gain)
 
 
 def test_a_named_implementation_runs_or_says_why_not():
@@ -29,9 +29,14 @@ def test_without_a_name_the_kernel_runs_where_it_can_and_promises_enough():
 
 @pytest.mark.parametrize("measured", ["xla", "triton"])
 def test_a_measurement_comes_before_the_prediction(measured, monkeypatch):
-  monkeypatch.setattr(block_sizes, "measured_default", {"op": measured}.get)
+  monkeypatch.setattr(block_sizes, "measured_default", lambda *_: measured)
   assert resolve(None, gain=0.1) == resolve(None, gain=9.0) == measured
   assert resolve(None, UNABLE) == "xla"
+
+
+def test_a_measured_kernel_that_the_op_has_not_is_not_taken(monkeypatch):
+  monkeypatch.setattr(block_sizes, "measured_default", lambda *_: "pallas")
+  assert resolve(None) == "xla"
 
 
 def test_kernels_can_be_left_out_for_a_comparison():

@@ -1,9 +1,10 @@
-"""Triton kernels that ask for too much are seen by their resources."""
+"""Resources of every Triton kernel at every real shape, and of misfits."""
 
 import jax
 import pytest
 from jax import numpy as jnp
 
+from experiments.stages import kernel_cases, kernel_ops
 from kernels import shapes, triton_resources
 from kernels.adjacent_injection import api, reference
 from kernels.block_sizes import BlockSizes
@@ -17,6 +18,8 @@ pytestmark = [
   ),
 ]
 
+# Their tiles of queries have 64 rows at least.
+WITH_ROWS = ("block_attention_forward", "block_attention_backward")
 WIDTH, BLOCKS = shapes.QWEN3_8B.width, 64
 
 
@@ -70,3 +73,17 @@ def test_a_kernel_with_too_much_shared_memory_is_seen():
   sizes = BlockSizes(rows=128, cols=128, inner=128, num_warps=8, num_stages=5)
   (problem,) = resources("write", sizes).problems()
   assert "bytes of shared memory, 232448 at most" in problem
+
+
+@pytest.mark.parametrize("op", kernel_ops.OPS)
+def test_kernels_fit_at_every_real_shape_and_use_the_tensor_cores(op):
+  cases = kernel_ops.chosen(["8B", "27B"], [op])
+  launches = kernel_cases.distinct_launches(cases).values()
+  assert launches
+  for recorded, _ in launches:
+    found = triton_resources.compile_launch(recorded)
+    assert not found.problems()
+    constants = recorded.launch.constants
+    rows = max(constants.get(name, 0) for name in ("BLOCK_ROWS", "TILE_ROWS"))
+    if rows >= 64 or found.kernel.startswith(WITH_ROWS):
+      assert found.wgmma, (found, constants)

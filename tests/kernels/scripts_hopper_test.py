@@ -55,12 +55,12 @@ def test_a_timed_program_launches_each_call_and_one_kernel_beside_it():
   assert hlo_count.total(found.kernels).kernels <= 30 * 3 + 10 + 4
 
 
-def test_count_round_counts_a_round_part_by_part(tmp_path):
+def count_round(tmp_path, *arguments):
+  """What the script prints, and its programs."""
   # A process of its own: shapes are no arrays to what checks them in tests.
   command = [
-    *(sys.executable, "-m", "experiments.count_round", "--size=tiny"),
-    *("--programs=round", "--implementations=xla", "--cache=64"),
-    "--layers=scan",
+    *(sys.executable, "-m", "experiments.count_round"),
+    *arguments,
     f"--work_dir={tmp_path}",
   ]
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -73,7 +73,54 @@ def test_count_round_counts_a_round_part_by_part(tmp_path):
     check=False,
   )
   assert done.returncode == 0, done.stderr
-  programs = json.loads((tmp_path / "results.json").read_text())["programs"]
+  results = json.loads((tmp_path / "results.json").read_text())
+  return done.stdout, results["programs"]
+
+
+def test_whole_programs_launch_the_kernels_by_default(tmp_path):
+  printed, programs = count_round(
+    tmp_path,
+    *("--size=8B-shallow", "--batch=64", "--implementations=default"),
+  )
+  ours = {name: found["default"]["custom"] for name, found in programs.items()}
+  injection = ("read", "message", "write")
+  backward = ("message_backward", "read_backward", "input_backward")
+  layers, target_layers = 2, 6
+  assert ours["round"] == {
+    "block_attention_forward": layers + target_layers,
+    **{f"injection_{name}": layers for name in injection},
+    **dict.fromkeys(
+      (
+        *("scores_receiver", "scores_message", "scores_through"),
+        *("scores_best", "scores_walk"),
+      ),
+      1,
+    ),
+  }
+  # Another write gives the reads of the written states.
+  assert ours["train"] == {
+    **{
+      f"block_attention_{name}": layers
+      for name in ("forward", "backward_q", "backward_context")
+    },
+    **{f"injection_{name}": layers for name in (*injection, *backward)},
+    "injection_write": 2 * layers,
+  }
+  # Neither scores of a layer (3 GB in training) nor rows of logits (5 GB).
+  temporary = {
+    name: found["default"]["memory"]["temporary"]
+    for name, found in programs.items()
+  }
+  assert temporary["round"] < 1e9 and temporary["train"] < 6e9
+  assert "GB temporary" in printed
+
+
+def test_count_round_counts_a_round_part_by_part(tmp_path):
+  printed, programs = count_round(
+    tmp_path,
+    *("--size=tiny", "--programs=round", "--implementations=xla"),
+    *("--cache=64", "--layers=scan"),
+  )
   counted = programs["round"]["xla"]
   parts = counted["parts"]
   assert sum(part["kernels"] for part in parts.values()) == counted["kernels"]
@@ -84,7 +131,8 @@ def test_count_round_counts_a_round_part_by_part(tmp_path):
   assert any(one["launches"] == 6 for one in counted["largest"])
   assert counted["memory"]["arguments"] > 0 and not counted["notes"]
   assert "triton_kernel_call" not in counted["kinds"]
-  assert done.stdout.startswith("round:")
+  assert not counted["custom"]
+  assert printed.startswith("round:")
 
 
 def test_kernel_resources_lists_kernels_that_fit(tmp_path):

@@ -348,34 +348,10 @@ def test_kernels_are_the_default_for_bfloat16_alone():
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-  ("requests", "model", "only"),
-  [
-    (1, shapes.QWEN3_27B, None),
-    (64, shapes.QWEN3_8B, None),
-    # The width changes little but the one kernel with a product over it.
-    (1, shapes.QWEN3_8B, "scores_through"),
-    (64, shapes.QWEN3_27B, "scores_through"),
-  ],
-  ids=lambda x: getattr(x, "name", x),
-)
-def test_kernels_fit_hopper(requests, model, only):
-  found = launches_of(requests, model)
+def test_scores_and_draft_launch_each_kernel():
+  found = launches_of(64, shapes.QWEN3_8B)
   names = [recorded.launch.kernel.__name__ for recorded in found]
   assert set(names) == {*api.KERNELS, "scores_walk"}
-  seen = []
-  for recorded in found:
-    key = (recorded.launch.kernel, recorded.launch.constants)
-    if key in seen or only not in (None, recorded.launch.kernel.__name__):
-      continue
-    seen.append(key)
-    resources = triton_resources.compile_launch(recorded)
-    assert not resources.problems()
-    if "BLOCK_ROWS" in recorded.launch.constants:
-      assert recorded.launch.constants["BLOCK_ROWS"] >= 64
-      assert resources.wgmma, resources
-    elif "BLOCK_C" in recorded.launch.constants:
-      assert resources.mma, resources
 
 
 @needs_compiler

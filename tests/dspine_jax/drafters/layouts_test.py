@@ -35,6 +35,7 @@ def alone(setup, row, block):
       context=backbone.context_kv(
         params["backbone"], features, positions, cfg=setup.cfg
       ),
+      for_loss=True,
     )
     return setup.method.forward(params, buffers, tables, inputs, cfg=setup.cfg)
 
