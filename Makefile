@@ -47,8 +47,8 @@ HOPPER := .venv/hopper
 HOPPER_PYTEST = PYTHONPATH=$(HOPPER) $(PYTEST) -m hopper tests/kernels
 
 test-hopper: $(HOPPER)/.installed  ## Check the kernels for Hopper, without a GPU
-	TRITON_INTERPRET=1 $(HOPPER_PYTEST) $(ARGS)
-	$(HOPPER_PYTEST) $(ARGS)
+	TRITON_INTERPRET=1 $(HOPPER_PYTEST) $(ARGS) || [ $$? -eq 5 ]
+	$(HOPPER_PYTEST) $(ARGS) || [ $$? -eq 5 ]
 
 lint: .venv/.installed-dev  ## Check style, format and types
 	.venv/bin/ruff check .

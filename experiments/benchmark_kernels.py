@@ -91,7 +91,10 @@ def main(unused_argv):
     "implementations", _IMPLEMENTATIONS.value, dispatch.IMPLEMENTATIONS
   )
   if "xla" not in _IMPLEMENTATIONS.value:
-    raise ValueError("--implementations: xla is what others are compared with")
+    raise ValueError(
+      f"--implementations={','.join(_IMPLEMENTATIONS.value)}: must have xla,"
+      " which others are compared with"
+    )
   work_dir = run_io.open_work_dir(
     _WORK_DIR.value,
     config={name: flags.FLAGS[name].value for name in _RECORDED},
@@ -99,10 +102,14 @@ def main(unused_argv):
     resume=True,
   )
   path = work_dir.path / "results.json"
-  done = json.loads(path.read_text())["rows"] if path.exists() else []
+  found = json.loads(path.read_text()) if path.exists() else None
+  done = [] if found is None else found["rows"]
   names = {row["case"] for row in done}
   todo = [case for case in cases if case.name not in names]
-  device = kernel_bench.ceilings(tiny=_SHAPES.value == ["tiny"])
+  if found is not None and not todo:  # The rows were compared with these.
+    device = cost.Device("found", **found["ceilings"])
+  else:
+    device = kernel_bench.ceilings(tiny=_SHAPES.value == ["tiny"])
   with run_io.Progress(len(cases), "time", "cases", start=len(done)) as bar:
     for group in kernel_cases.groups(todo):
       done += kernel_runs.measure(

@@ -1,7 +1,6 @@
 """Counts what a speculative round and a training step launch and move.
 
-  PYTHONPATH=.venv/hopper JAX_PLATFORMS=cpu \
-    python -m experiments.count_round --batch=1 --cache=4096
+  PYTHONPATH=.venv/hopper JAX_PLATFORMS=cpu python -m experiments.count_round
 
 Compiles both for a described H100, without a GPU and without weights: Qwen3-8B
 with DSpine at its published sizes, once with what is the default on that device

@@ -13,6 +13,7 @@ is wrong, the exit status is 1. --tiny shrinks everything; on a CPU kernels are
 skipped with the reason. Time: as given, and a unit of work more at most.
 """
 
+import math
 import pathlib
 import sys
 import time
@@ -22,7 +23,7 @@ from absl import flags
 
 from experiments import run_io
 from experiments.stages import kernel_bench, suite_models, suite_parts
-from kernels import block_sizes
+from kernels import block_sizes, dispatch
 
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/gpu_suite", "Where results go."
@@ -52,6 +53,15 @@ def run_part(part, context, deadline) -> dict:
   return result | {"seconds": time.time() - start, "ok": not failed}
 
 
+def left_out(result) -> int:
+  """How much a part, or a model of it, left out."""
+  if not isinstance(result, dict):
+    return 0
+  own = result.get("left_out") or []
+  count = 1 if isinstance(own, str) else len(own)
+  return count + sum(left_out(value) for value in result.values())
+
+
 def summary(name: str, result: dict) -> list:
   """A line of the table at the end."""
   if not result["ok"]:
@@ -59,13 +69,20 @@ def summary(name: str, result: dict) -> list:
   elif "skipped" in result:
     said = f"skipped: {result['skipped']}"
   else:
-    left = result.get("left_out") or []
-    said = f"left out for time: {len(left)}" if left else "done"
+    left = left_out(result)
+    said = f"left out for time: {left}" if left else "done"
   status = "ok" if result["ok"] else "FAILED"
   return [name, f"{result['seconds']:.0f}", status, said[:100]]
 
 
 def main(unused_argv) -> int:
+  if not math.isfinite(_MINUTES.value):
+    raise ValueError(f"--minutes={_MINUTES.value}: must be finite")
+  if dispatch.platform() != "gpu" and not _TINY.value:
+    raise ValueError(
+      f"--tiny=false: an 8B model is too much for this {dispatch.platform()};"
+      " add --tiny to try the suite without a GPU"
+    )
   known = [name for name, _, _ in suite_models.PARTS]
   unknown = sorted(set(_PARTS.value) - set(known))
   if unknown or not _PARTS.value:

@@ -1,7 +1,7 @@
 """Registers, stack and shared memory of every kernel at every real shape.
 
-  PYTHONPATH=.venv/hopper JAX_PLATFORMS=cpu \
-    python -m experiments.kernel_resources --work_dir=runs/kernel_resources
+  export PYTHONPATH=.venv/hopper JAX_PLATFORMS=cpu
+  python -m experiments.kernel_resources
 
 Compiles each distinct launch of the Triton kernels (forward and gradient, at
 the shapes of drafters for an 8B and a 27B target) for sm_90 with Triton alone:

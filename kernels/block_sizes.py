@@ -45,6 +45,10 @@ class BlockSizes:
   num_stages: int = 3
 
   def __post_init__(self):
+    for name in ("rows", "cols", "inner", "num_warps", "num_stages"):
+      value = getattr(self, name)
+      if not isinstance(value, int):
+        raise ValueError(f"{name}={value!r}: must be an integer")
     for name in ("rows", "cols", "inner", "num_warps"):
       value = getattr(self, name)
       if value < 1 or value & (value - 1):
@@ -86,9 +90,14 @@ def freeze(given: Mapping[str, BlockSizes] | None, known: tuple) -> Given:
   """A public `block_sizes` argument in hashable form.
 
   Raises:
-    ValueError: it names a kernel that the op does not have.
+    ValueError: it is no mapping of the op's kernels to `BlockSizes`.
   """
-  given = given or {}
+  given = {} if given is None else given
+  if not isinstance(given, Mapping):
+    raise ValueError(f"block_sizes={given!r}: must map kernels to BlockSizes")
+  for name, sizes in given.items():
+    if not isinstance(sizes, BlockSizes):
+      raise ValueError(f"block_sizes[{name!r}]={sizes!r}: must be BlockSizes")
   unknown = sorted(set(given) - set(known))
   if unknown:
     raise ValueError(f"block_sizes: {unknown} are none of the kernels {known}")
@@ -164,6 +173,12 @@ def tuned(kind: str | None) -> dict[str, Any]:
     raise ValueError(f"{path}: is no JSON: {error}") from error
   if not isinstance(content, dict):
     raise ValueError(f"{path}: must be a JSON object")
+  for part in ("defaults", "block_sizes"):
+    of_ops = content.get(part, {})
+    if not isinstance(of_ops, dict) or not all(
+      isinstance(of_op, dict) for of_op in of_ops.values()
+    ):
+      raise ValueError(f"{path}: {part} must be an object of objects")
   return content
 
 

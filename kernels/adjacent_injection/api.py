@@ -12,7 +12,7 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import batching, dispatch, triton_call
+from kernels import batching, checks, dispatch, triton_call
 from kernels import block_sizes as block_sizes_lib
 from kernels import cost as cost_lib
 from kernels.adjacent_injection import cost, reference
@@ -61,8 +61,8 @@ def adjacent_injection(
 
   Args:
     h: the layer's output before the write, bfloat16 or float32.
-    tokens: the true token of each slot, in [0, V); only that of slot 0 (the
-      anchor) is read where a block is not `replaced`.
+    tokens: the true token of each slot; only that of slot 0 (the anchor) is
+      read where a block is not `replaced`. Not checked to be in [0, V).
     replaced: blocks that read true predecessors instead of predicted features.
     codes: frozen token codes, bfloat16 or float32.
     weights: of this layer's injection, best float32.
@@ -98,14 +98,17 @@ def adjacent_injection(
 
 def check(h, tokens, replaced, codes, weights):
   """ValueError for the first argument that does not fit."""
-  if h.ndim < 2 or h.dtype not in (jnp.bfloat16, jnp.float32):
-    raise ValueError(
-      f"h={h.dtype}{h.shape}: must be [*b, K, D] in bfloat16 or float32"
-    )
-  if codes.ndim != 2 or codes.dtype not in (jnp.bfloat16, jnp.float32):
-    raise ValueError(
-      f"codes={codes.dtype}{codes.shape}: must be [V, R] in bfloat16 or float32"
-    )
+  if not isinstance(weights, reference.Weights):
+    raise ValueError(f"weights: is {type(weights)}, must be reference.Weights")
+  checks.floats(h=h, codes=codes, **weights._asdict())
+  checks.integers(tokens=tokens)
+  checks.booleans(replaced=replaced)
+  checks.not_empty(codes=codes)
+  for name, array, axes in (("h", h, 2), ("weights.bias", weights.bias, 1)):
+    if array.ndim < axes:
+      raise ValueError(f"{name}: has shape {array.shape}, needs {axes} axes")
+  if codes.ndim != 2:
+    raise ValueError(f"codes: has shape {codes.shape}, must be [V, R]")
   width, rank, size = h.shape[-1], codes.shape[1], weights.bias.shape[-1]
   expected = {
     "tokens": (tokens, h.shape[:-1]),

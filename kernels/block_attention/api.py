@@ -15,8 +15,8 @@ from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import block_sizes as block_sizes_lib
+from kernels import checks, dispatch, triton_call
 from kernels import cost as cost_lib
-from kernels import dispatch, triton_call
 from kernels.block_attention import cost, heuristics, xla
 from kernels.block_sizes import BlockSizes
 
@@ -46,7 +46,8 @@ def block_attention(
     own_v: values, like `own_k`.
     context_k: keys of the context, heads before positions.
     context_v: values, like `context_k`.
-    visible: a block sees context positions < visible; 0 for none of them.
+    visible: a block sees context positions < visible; 0 for none of them. The
+      others must hold finite numbers all the same: zero times NaN is NaN.
     starts: a slot sees context positions from here on; None for all.
     own_mask: True where query slot i sees slot j of its block.
     implementation: "xla", "triton", or None for the default.
@@ -75,10 +76,16 @@ def block_attention(
 def _check(q, own_k, own_v, context_k, context_v, visible, starts, own_mask):
   """ValueError for the first argument that does not fit."""
   for name, array, axes in (("q", q, 5), ("context_k", context_k, 4)):
-    if array.ndim != axes or not jnp.issubdtype(array.dtype, jnp.floating):
+    if array.ndim != axes:
       raise ValueError(
-        f"{name}={array.dtype}{array.shape}: must be of floats, {axes} axes"
+        f"{name}: has shape {array.shape}, must have {axes} axes"
       )
+  checks.floats(
+    q=q, own_k=own_k, own_v=own_v, context_k=context_k, context_v=context_v
+  )
+  checks.integers(visible=visible, starts=starts)
+  checks.booleans(own_mask=own_mask)
+  checks.not_empty(q=q, context_k=context_k)
   *per_slot, heads, width = q.shape
   groups, context = context_k.shape[1:3]
   if groups < 1 or heads % groups:

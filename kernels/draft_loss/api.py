@@ -14,7 +14,7 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels import batching, dispatch, triton_call
+from kernels import batching, checks, dispatch, triton_call
 from kernels import block_sizes as sizes_lib
 from kernels import cost as device_cost
 from kernels.draft_loss import cost, reference
@@ -81,7 +81,10 @@ def draft_loss(
 
 
 def check(hidden, teacher, labels, head) -> None:
-  """Raises ValueError where the shapes of `draft_loss` do not fit together."""
+  """Raises ValueError where arguments of `draft_loss` do not fit together."""
+  checks.floats(hidden=hidden, teacher=teacher, head=head)
+  checks.integers(labels=labels)
+  checks.not_empty(head=head)
   if hidden.ndim < 1 or teacher.shape != hidden.shape:
     raise ValueError(
       f"teacher: its shape {teacher.shape} is not that of hidden, "
@@ -103,8 +106,6 @@ def _no_triton(hidden, head) -> str | None:
   reason = triton_call.unavailable()
   if reason is not None:
     return reason
-  if hidden.dtype not in (jnp.bfloat16, jnp.float32):
-    return f"hidden is {hidden.dtype}: the kernels take bfloat16 or float32"
   if 0 in (hidden.size, head.size):
     return "an array is empty"
   return None

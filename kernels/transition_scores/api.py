@@ -16,8 +16,8 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import block_sizes as tiles
+from kernels import checks, dispatch, triton_call
 from kernels import cost as device_cost
-from kernels import dispatch, triton_call
 from kernels.adjacent_injection import reference as injection
 from kernels.block_sizes import BlockSizes
 from kernels.transition_scores import cost as cost_lib
@@ -58,9 +58,9 @@ def transition_scores(
   Args:
     u: [..., D], each slot's state before the last write; its dtype (bfloat16 or
       float32) is that of the products.
-    predecessors: [..., P], tokens a that may come before the slot; within the
-      vocabulary.
-    candidates: [..., C], tokens b that may take it; within the vocabulary.
+    predecessors: [..., P], tokens a that may come before the slot. Not checked
+      to be within the vocabulary.
+    candidates: [..., C], tokens b that may take it, likewise.
     codes: [V, R], frozen token codes.
     head: [V, D], frozen LM head E.
     weights: of the last layer's injection.
@@ -78,6 +78,7 @@ def transition_scores(
   """
   sizes = tiles.freeze(block_sizes, KERNELS)
   _check(u, 1, codes, head, weights, norm_scale)
+  checks.integers(predecessors=predecessors, candidates=candidates)
   _check_shape("predecessors", predecessors, (*u.shape[:-1], None))
   _check_shape("candidates", candidates, (*u.shape[:-1], None))
   name = dispatch.resolve(
@@ -142,6 +143,8 @@ def greedy_draft(
   _check(u, 2, codes, head, weights, norm_scale)
   _check_shape("candidates", candidates, (*u.shape[:-1], None))
   _check_shape("anchor", anchor, u.shape[:-2])
+  checks.integers(anchor=anchor, candidates=candidates)
+  checks.not_empty(candidates=candidates)
   name = dispatch.resolve(
     "greedy_draft",
     implementation,
@@ -247,8 +250,6 @@ def _limits(u, predecessors, candidates) -> str | None:
   reason = triton_call.unavailable()
   if reason is not None:
     return reason
-  if u.dtype not in (jnp.bfloat16, jnp.float32):
-    return f"u is {u.dtype}: the kernels take bfloat16 or float32"
   if 0 in (u.size, predecessors.size, candidates.size):
     return "an array is empty"
   count = max(predecessors.shape[-1], candidates.shape[-1])
@@ -260,6 +261,15 @@ def _limits(u, predecessors, candidates) -> str | None:
 
 def _check(u, least_axes, codes, head, weights, norm_scale) -> None:
   """Raises ValueError where shapes contradict `u`, `codes` and the bias."""
+  if not isinstance(weights, injection.Weights):
+    raise ValueError(f"weights: is {type(weights)}, must be reference.Weights")
+  checks.floats(
+    u=u,
+    codes=codes,
+    head=head,
+    norm_scale=norm_scale,
+    **weights._asdict(),
+  )
   if u.ndim < least_axes:
     raise ValueError(f"u has shape {u.shape}, expected {least_axes} axes")
   _check_shape("codes", codes, (None, None))

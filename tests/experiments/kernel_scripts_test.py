@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -423,7 +424,7 @@ def test_a_part_that_fails_stops_no_other_and_the_status_tells(
 
   parts = (("a", 0.5, breaks), ("b", 0.25, wrong), ("c", 0.25, slow))
   monkeypatch.setattr(suite_models, "PARTS", parts)
-  done = script_runner.run("gpu_suite", work_dir=tmp_path, minutes=4)
+  done = script_runner.run("gpu_suite", work_dir=tmp_path, minutes=4, tiny=True)
   assert done.status == 1
   results = read_json(tmp_path / "results.json")["parts"]
   assert results["a"]["error"] == "RuntimeError: no such kernel"
@@ -431,5 +432,11 @@ def test_a_part_that_fails_stops_no_other_and_the_status_tells(
   assert "FAILED" in done.stdout and "wrong: op decode 1" in done.stdout
   # What others did not use is its own, too.
   assert 230 < results["c"]["share"] <= 240
-  done = script_runner.run("gpu_suite", work_dir=tmp_path, parts="d")
-  assert done.status == 1 and "--parts=d" in done.error
+  assert re.search(r"^c .*left out for time: 1$", done.stdout, re.MULTILINE)
+  for flag, options in {
+    "--parts=d": {"parts": "d", "tiny": True},
+    "--minutes=nan": {"minutes": "nan", "tiny": True},
+    "--tiny=false": {},
+  }.items():
+    done = script_runner.run("gpu_suite", work_dir=tmp_path, **options)
+    assert done.status == 1 and flag in done.error

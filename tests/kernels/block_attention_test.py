@@ -169,10 +169,14 @@ def test_names_that_are_unknown_or_cannot_run_here_are_refused():
   "index, change, error",
   [
     (0, lambda x: x[..., :3, :], r"3 heads are no multiple of the 2 key"),
-    (0, lambda x: x[0], r"q=float32\(3, 3, 4, 16\): must be of floats, 5 axes"),
+    (0, lambda x: x[0], r"q: has shape \(3, 3, 4, 16\), must have 5 axes"),
     (1, lambda x: x[..., :1, :], r"own_k: has shape \(2, 3, 3, 1, 16\), must"),
     (2, lambda x: x[:, :2], r"own_v: has shape"),
-    (3, lambda x: x.astype(int), r"context_k=int32\(2, 2, 21, 16\): must be"),
+    (3, lambda x: x.astype(int), "context_k: is int32, must be one of"),
+    (3, lambda x: x[:, :, :0], r"context_k: has shape .* an axis is empty"),
+    (5, lambda x: x.astype(float), "visible: is float32, must hold integers"),
+    # The mask that others add to scores would mean its opposite here.
+    (7, lambda x: jnp.where(x, 0.0, -1e9), "own_mask: is float32, must be boo"),
     (3, lambda x: x[..., :8], r"context_k: has shape \(2, 2, 21, 8\), must be"),
     (4, lambda x: x[:, :, :5], r"context_v: has shape"),
     (5, lambda x: x[0], r"visible: has shape \(3,\), must be \(2, 3\)"),

@@ -208,12 +208,15 @@ def test_a_kernel_that_cannot_run_here_says_so(name):
     ({"teacher": (4, WIDTH)}, r"teacher: its shape \(4, 6\) is not that of"),
     ({"labels": (4,)}, r"labels: the shape \(4,\) is not that of the rows"),
     ({"head": (VOCAB, 7)}, r"head: the shape \(23, 7\) is not \[V, 6\]"),
+    ({"head": (0, WIDTH)}, r"head: has shape \(0, 6\), an axis is empty"),
   ],
 )
 def test_shapes_that_do_not_fit_are_named(broken, message):
   names = ("hidden", "teacher", "labels", "head")
   arrays = dict(zip(names, problem(), strict=True))
-  arrays |= {name: jnp.zeros(shape) for name, shape in broken.items()}
+  arrays |= {
+    name: jnp.zeros(shape, arrays[name].dtype) for name, shape in broken.items()
+  }
   with pytest.raises(ValueError, match=message):
     api.check(**arrays)
 

@@ -92,8 +92,9 @@ def test_changing_a_later_slot_never_changes_an_earlier_output(monkeypatch):
   # that a slot can be changed by itself. The codes read stay those of slot 0.
   monkeypatch.setattr(backbone, "noise_ids", lambda tokens, keep, mask: tokens)
 
+  batch = tiny_models.train_batch(CFG)
+
   def from_tokens(tokens):
-    batch = tiny_models.train_batch(CFG)
     inputs = tiny_models.block_inputs(
       SETUP.params,
       batch,
