@@ -23,7 +23,7 @@ from jax.sharding import get_abstract_mesh
 FOLDER = pathlib.Path(__file__).resolve().parent / "tuned"
 
 # Kinds of device that the kernels are written for.
-HOPPER = ("nvidia_h100", "nvidia_h200")
+HOPPER = ("nvidia_h100", "nvidia_h200", "nvidia_h800", "nvidia_gh200")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
