@@ -90,7 +90,9 @@ def resolve(
       return "xla"
     name = block_sizes.measured_default(op, dtype)
     if name is None:
-      return "triton" if predicted_to_pay(limits, predicted) else "xla"
+      # On other devices nothing is counted.
+      able = limits["triton"]() is None
+      return "triton" if able and predicted() >= WORTHWHILE else "xla"
     return name if name in limits and limits[name]() is None else "xla"
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(
@@ -109,8 +111,3 @@ def resolve(
       f"{op}: implementation={implementation!r}: {reason}"
     )
   return implementation
-
-
-def predicted_to_pay(limits: Limits, predicted: Callable[[], float]) -> bool:
-  """Whether the Triton kernel can run and promises enough."""
-  return limits["triton"]() is None and predicted() >= WORTHWHILE

@@ -27,7 +27,6 @@ class Launch(NamedTuple):
     num_warps: warps of a program.
     num_stages: depth of the software pipeline.
     constants: values of the constant arguments by name.
-    zeroed: whether outputs start as zeros (kernels that add atomically).
   """
 
   kernel: Any
@@ -35,7 +34,6 @@ class Launch(NamedTuple):
   num_warps: int
   num_stages: int
   constants: dict[str, Any]
-  zeroed: bool
 
 
 # (launch, inputs, shapes of the outputs) -> outputs
@@ -52,11 +50,10 @@ def call(
   grid: tuple[int, ...],
   num_warps: int,
   num_stages: int,
-  zeroed: bool = False,
   **constants: Any,
 ) -> Sequence[jax.Array]:
   """Launches `kernel`; see `Launch`. It has no gradient and no batching."""
-  launch = Launch(kernel, grid, num_warps, num_stages, constants, zeroed)
+  launch = Launch(kernel, grid, num_warps, num_stages, constants)
   outputs = _launcher.get()(launch, arrays, out_shape)
   # Neither jax_triton nor the interpreter's callback know of shard_map.
   return batching.vary_like(outputs, *arrays)
@@ -87,7 +84,6 @@ def _with_jax_triton(launch, arrays, out_shape):
 
   # Without a GPU (a compile for a described one) nothing else tells it.
   described = jax.default_backend() != "gpu"
-  zeroed = range(len(arrays), len(arrays) + len(out_shape))
   # The scope is what a compiled program's text and a profiler show.
   with jax.named_scope(launch.kernel.__name__):
     return jax_triton.triton_call(
@@ -99,7 +95,6 @@ def _with_jax_triton(launch, arrays, out_shape):
       num_warps=launch.num_warps,
       num_stages=launch.num_stages,
       compute_capability=90 if described else None,
-      zeroed_outputs=tuple(zeroed) if launch.zeroed else (),
       **launch.constants,
     )
 

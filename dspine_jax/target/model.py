@@ -28,6 +28,7 @@ from dspine_jax.typing import (
 )
 from kernels.block_attention import api as block_attention
 from kernels.block_attention import partial
+from kernels.draft_loss import reference as draft_loss
 
 
 @struct.dataclass
@@ -136,40 +137,10 @@ def head_logits(
   head_rows: Float[Array, "v d"], hidden: Float[Array, "*rows d"]
 ) -> Float[Array, "*rows v"]:
   """`hidden @ head_rows.T` as one 2-D product with float32 results."""
-  flat = _product(
+  flat = draft_loss.logits(
     hidden.reshape(-1, hidden.shape[-1]), head_rows.astype(hidden.dtype)
   )
   return flat.reshape(*hidden.shape[:-1], -1)
-
-
-@jax.custom_vjp
-def _product(hidden, head_rows):
-  """[n, D] x [V, D] -> [n, V] float32.
-
-  The cotangent is rounded to the dtype of the states before its products. Left
-  in float32, as autodiff leaves it, it would have XLA convert the head to
-  float32 as well and multiply at half the rate.
-  """
-  return _float32("nd,vd->nv", hidden, head_rows)
-
-
-def _product_forward(hidden, head_rows):
-  return _product(hidden, head_rows), (hidden, head_rows)
-
-
-def _product_backward(residuals, cotangent):
-  hidden, head_rows = residuals
-  cotangent = cotangent.astype(hidden.dtype)
-  d_hidden = _float32("nv,vd->nd", cotangent, head_rows)
-  d_head = _float32("nv,nd->vd", cotangent, hidden)
-  return d_hidden.astype(hidden.dtype), d_head.astype(head_rows.dtype)
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-def _float32(subscripts, *operands):
-  return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
 
 
 def forward(

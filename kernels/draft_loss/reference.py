@@ -20,6 +20,8 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels import batching
+
 
 class LossTerms(NamedTuple):
   """Terms of each row, all [*b] float32.
@@ -37,36 +39,40 @@ class LossTerms(NamedTuple):
   teacher_log_normaliser: Float[Array, "*b"]
 
 
-@jax.custom_vjp
 def logits(
   hidden: Float[Array, "n d"], head: Float[Array, "v d"]
 ) -> Float[Array, "n v"]:
-  """`hidden @ head.T` with float32 results; no gradient to `head`.
+  """`hidden @ head.T` with float32 results; both have one dtype.
 
-  The cotangent is rounded to the dtype of `hidden` before its product with
-  `head`. Left in float32 it would have XLA convert the head to float32 too, and
+  The cotangent is rounded to that dtype before its products. Left in float32,
+  as autodiff leaves it, it would have XLA convert the head to float32 too, and
   multiply at half the rate.
   """
-  return jnp.einsum(
-    "nd,vd->nv", hidden, head, preferred_element_type=jnp.float32
-  )
+  return _product(hidden, batching.vary_like(head, hidden))
 
 
-def _logits_forward(hidden, head):
-  return logits(hidden, head), head
+@jax.custom_vjp
+def _product(hidden, head):
+  return _float32("nd,vd->nv", hidden, head)
 
 
-def _logits_backward(head, cotangent):
-  d_hidden = jnp.einsum(
-    "nv,vd->nd",
-    cotangent.astype(head.dtype),
-    head,
-    preferred_element_type=jnp.float32,
-  )
-  return d_hidden.astype(head.dtype), None
+def _product_forward(hidden, head):
+  return _product(hidden, head), (hidden, head)
 
 
-logits.defvjp(_logits_forward, _logits_backward)
+def _product_backward(residuals, cotangent):
+  hidden, head = residuals
+  cotangent = cotangent.astype(hidden.dtype)
+  d_hidden = _float32("nv,vd->nd", cotangent, head)
+  d_head = _float32("nv,nd->vd", cotangent, hidden)
+  return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
+
+
+def _float32(subscripts, *operands):
+  return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 @jax.custom_vjp
