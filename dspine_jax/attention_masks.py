@@ -2,8 +2,9 @@
 
 Three rules cover every pass of the package:
 
-* own tokens of a pass attend causally to each other (`causal`), or, inside a
-  bidirectional draft block, to all of their block;
+* own tokens of a pass attend causally to each other (`causal`), in packed rows
+  inside their document (`same_document`), or, inside a bidirectional draft
+  block, to all of their block;
 * cached or context positions are seen up to a length (`masks.prefix`): the
   target sees what is committed, a draft block sees context strictly before its
   anchor (the anchor's own target state does not exist yet at inference);
@@ -32,6 +33,19 @@ def causal(num_tokens: int) -> Bool[Array, "t t"]:
                [1, 1, 1]]
   """
   return jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+
+
+def same_document(documents: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
+  """Token pairs of one document of a packed row.
+
+  Args:
+    documents: position of the first token of each token's document.
+
+  same_document([[0, 0, 2]]) = [[[1, 1, 0],
+                                 [1, 1, 0],
+                                 [0, 0, 1]]]
+  """
+  return documents[:, :, None] == documents[:, None, :]
 
 
 def in_block(block_size: int, *, is_causal: bool) -> Bool[Array, "k k"]:

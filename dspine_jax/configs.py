@@ -17,110 +17,13 @@ from dspine_jax.method_options import (
   default_replacement_layers,
 )
 from dspine_jax.method_options import require as _require
+from dspine_jax.rope_scaling import RopeScaling
 from dspine_jax.target import tapped_layers
+from dspine_jax.target_config import TargetConfig, check_widths
 
 OPTIMIZERS = ("adamw", "muon")
 LR_SCHEDULES = ("cosine", "wsd")
 VERIFY_RULES = ("greedy", "rejection", "exact_match")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-  """Llama-3 frequency scaling (`rope_type: llama3`).
-
-  Attributes:
-    factor: divisor of the low frequencies.
-    low_freq_factor: wavelengths above original / low are divided by `factor`.
-    high_freq_factor: wavelengths below original / high are left alone.
-    original_max_positions: context length of the unscaled model.
-  """
-
-  factor: float
-  low_freq_factor: float = 1.0
-  high_freq_factor: float = 4.0
-  original_max_positions: int = 8192
-
-
-# bfloat16 is for GPUs; XLA:CPU is slower in it.
-DTYPES = ("float32", "bfloat16")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TargetConfig:
-  """A Qwen3- or Llama-style decoder.
-
-  Attributes:
-    head_dim: independent of hidden_size / num_heads.
-    qk_norm: per-head RMSNorm of queries and keys before RoPE (Qwen3).
-    tie_embeddings: the head is the embedding table.
-    eos_token_ids: stop tokens of the model's own config, possibly none.
-    max_positions: longest sequence the positions were made for.
-    dtype: of activations, matrix products and caches, one of `DTYPES`; norms,
-      softmax, logits and sums are float32, parameters keep their own.
-  """
-
-  vocab_size: int
-  hidden_size: int
-  intermediate_size: int
-  num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  rope_theta: float = 1e6
-  rope_scaling: RopeScaling | None = None
-  rms_norm_eps: float = 1e-6
-  qk_norm: bool = True
-  tie_embeddings: bool = True
-  max_positions: int = 40960
-  eos_token_ids: tuple[int, ...] = ()
-  bos_token_id: int | None = None
-  dtype: str = "float32"
-
-  def __post_init__(self):
-    _check_widths(self)
-
-
-def _check_widths(cfg) -> None:
-  for name in (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_positions",
-  ):
-    value = getattr(cfg, name)
-    _require(
-      isinstance(value, int) and value > 0,
-      name,
-      value,
-      "must be a positive integer",
-    )
-  _require(
-    cfg.num_heads % cfg.num_kv_heads == 0,
-    "num_kv_heads",
-    cfg.num_kv_heads,
-    f"must divide num_heads={cfg.num_heads}",
-  )
-  _require(cfg.head_dim % 2 == 0, "head_dim", cfg.head_dim, "must be even")
-  _require(cfg.dtype in DTYPES, "dtype", cfg.dtype, f"not in {DTYPES}")
-
-
-def embedded_target() -> TargetConfig:
-  """The target that ships with the package: deep and thin, 5.1 M parameters."""
-  return TargetConfig(
-    vocab_size=2048,
-    hidden_size=192,
-    intermediate_size=512,
-    num_layers=12,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=32,
-    rope_theta=1e4,
-    max_positions=2048,
-  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +69,9 @@ class OptimizerConfig:
     for name in ("warmup_ratio", "decay_ratio", "final_lr_ratio"):
       value = getattr(self, name)
       _require(0 <= value <= 1, name, value, "must lie between 0 and 1")
+    for name in ("adam_b1", "adam_b2"):
+      value = getattr(self, name)
+      _require(0 <= value < 1, name, value, "must lie in [0, 1)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +84,11 @@ class DrafterConfig:
     block_size: slots of a block, the anchor's included.
     mask_token_id: token embedded in slots 1...
     target_layer_ids: tapped target layers, ascending, zero-based.
-    num_target_layers: depth of the target that the taps refer to.
+    num_target_layers: depth of the target that the taps refer to; None if the
+      drafter's file does not tell.
+    draft_vocab_size: V', tokens that the drafter's own head can propose; None
+      for all of the vocabulary. Only DFlash has such drafters, which are
+      decoded, not trained.
     is_causal: slots see only slots at or before them.
     sample_from_anchor: slot k predicts token anchor + k + 1 (label shift), so
       that slot 0 predicts too; otherwise slot k predicts token anchor + k.
@@ -190,6 +100,8 @@ class DrafterConfig:
     sliding_window_convention: where the window begins, and the rule inside the
       block; key of `attention_masks.WINDOW_CONVENTIONS`.
     dtype: of activations, matrix products and caches, as in `TargetConfig`.
+    bos_token_id, eos_token_ids, tie_embeddings: of the target; written in
+      config.json, where serving tools look for them.
     dflash, dflash2, domino, dspark, dspine: options of the method of that name;
       None for all others.
   """
@@ -209,7 +121,8 @@ class DrafterConfig:
   block_size: int = 16
   mask_token_id: int
   target_layer_ids: tuple[int, ...]
-  num_target_layers: int
+  num_target_layers: int | None
+  draft_vocab_size: int | None = None
   is_causal: bool = False
   sample_from_anchor: bool = False
   decay_gamma: float = 7.0
@@ -217,6 +130,9 @@ class DrafterConfig:
   sliding_window: int | None = None
   sliding_window_convention: str = attention_masks.DEFAULT_CONVENTION
   dtype: str = "float32"
+  bos_token_id: int | None = None
+  eos_token_ids: tuple[int, ...] = ()
+  tie_embeddings: bool = False
   dflash: DFlashOptions | None = None
   dflash2: DFlash2Options | None = None
   domino: DominoOptions | None = None
@@ -224,7 +140,7 @@ class DrafterConfig:
   dspine: DSpineOptions | None = None
 
   def __post_init__(self):
-    _check_widths(self)
+    check_widths(self)
     _require(
       self.block_size >= 2, "block_size", self.block_size, "must be at least 2"
     )
@@ -240,6 +156,17 @@ class DrafterConfig:
     tapped_layers.check_tapped_layers(
       self.target_layer_ids, self.num_target_layers
     )
+    if self.draft_vocab_size is not None:
+      self._check_at_most(
+        "draft_vocab_size", self.draft_vocab_size, "vocab_size"
+      )
+      _require(
+        self.method == "dflash",
+        "draft_vocab_size",
+        self.draft_vocab_size,
+        f"method {self.method!r} scores the whole vocabulary"
+        f" (vocab_size={self.vocab_size}); only dflash may have a reduced one",
+      )
     attention_masks.check_windows(
       self.layer_types,
       self.sliding_window,
@@ -278,6 +205,11 @@ class DrafterConfig:
   def qk_norm(self) -> bool:
     """Draft layers are Qwen3-style whatever the target is."""
     return True
+
+  @property
+  def biased_projections(self) -> tuple[str, ...]:
+    """No drafter was released with a bias in its attention."""
+    return ()
 
   @property
   def first_slot(self) -> int:
@@ -394,6 +326,9 @@ def drafter_for(
     sliding_window_convention=sliding_window_convention,
     sample_from_anchor=convention.sample_from_anchor,
     decay_gamma=convention.decay_gamma or default_decay_gamma(block_size),
+    bos_token_id=target.bos_token_id,
+    eos_token_ids=target.eos_token_ids,
+    tie_embeddings=target.tie_embeddings,
     **own,
   )
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dspine_jax import configs
+from dspine_jax import rope_scaling
 from dspine_jax.typing import Params, PyTree
 from kernels import dispatch
 
@@ -33,15 +33,20 @@ def matmul(
 
 
 class Linear(nn.Module):
-  """A bias-free linear map; `kernel` is [in, out] in float32."""
+  """A linear map; `kernel` is [in, out], `bias` [out] where there is one."""
 
   features: int
+  use_bias: bool = False
   kernel_init: Callable = nn.initializers.lecun_normal()
 
   @nn.compact
   def __call__(self, x: Float[Array, "*rows i"]) -> Float[Array, "*rows o"]:
     shape = (x.shape[-1], self.features)
-    return matmul(x, self.param("kernel", self.kernel_init, shape))
+    y = matmul(x, self.param("kernel", self.kernel_init, shape))
+    if not self.use_bias:
+      return y
+    bias = self.param("bias", nn.initializers.zeros, (self.features,))
+    return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 class RMSNorm(nn.Module):
@@ -82,38 +87,19 @@ class RopeTable(tuple):
   """(cos, sin), each [..., T, H/2] float32; a tuple, hence a pytree."""
 
 
-def rope_frequencies(
-  head_dim: int, theta: float, scaling: configs.RopeScaling | None
-) -> Float[Array, "half"]:
-  """Inverse frequencies [H/2] float32, with Llama-3 scaling if given."""
-  exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  inverse = 1.0 / theta**exponent
-  if scaling is None:
-    return inverse
-  wavelength = 2 * jnp.pi / inverse
-  original = scaling.original_max_positions
-  low = original / scaling.low_freq_factor
-  high = original / scaling.high_freq_factor
-  # Between the two bounds the divisor is interpolated (Llama 3.1).
-  smooth = (original / wavelength - scaling.low_freq_factor) / (
-    scaling.high_freq_factor - scaling.low_freq_factor
-  )
-  blended = (1 - smooth) * inverse / scaling.factor + smooth * inverse
-  scaled = jnp.where(wavelength > low, inverse / scaling.factor, blended)
-  return jnp.where(wavelength < high, inverse, scaled)
-
-
 def rope_table(
   positions: Int[Array, "*bt"],
   head_dim: int,
   theta: float,
-  scaling: configs.RopeScaling | None = None,
+  scaling: rope_scaling.RopeScaling | None = None,
 ) -> tuple[Float[Array, "*bt half"], Float[Array, "*bt half"]]:
-  """cos and sin of position * frequency, float32."""
-  frequencies = rope_frequencies(head_dim, theta, scaling)
+  """cos and sin of position * frequency, float32, times YaRN's factor."""
+  frequencies = rope_scaling.frequencies(head_dim, theta, scaling)
   frequencies = frequencies.reshape((1,) * positions.ndim + (-1,))
   angles = positions.astype(jnp.float32)[..., None] * frequencies
-  return jnp.cos(angles), jnp.sin(angles)
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  amplitude = rope_scaling.amplitude(scaling)
+  return (cos, sin) if amplitude == 1 else (amplitude * cos, amplitude * sin)
 
 
 def apply_rope(
@@ -131,17 +117,22 @@ class Projections(nn.Module):
   """q, k, v, o projections of one attention sublayer with optional QK-norm.
 
   Attributes:
-    cfg: a TargetConfig or DrafterConfig; only widths, eps and qk_norm are used.
+    cfg: a TargetConfig or DrafterConfig; only widths, eps, qk_norm and
+      biased_projections are used.
   """
 
   cfg: Any
 
   def setup(self):
     cfg = self.cfg
-    self.q_proj = Linear(cfg.num_heads * cfg.head_dim)
-    self.k_proj = Linear(cfg.num_kv_heads * cfg.head_dim)
-    self.v_proj = Linear(cfg.num_kv_heads * cfg.head_dim)
-    self.o_proj = Linear(cfg.hidden_size)
+
+    def linear(name: str, features: int) -> Linear:
+      return Linear(features, use_bias=name in cfg.biased_projections)
+
+    self.q_proj = linear("q_proj", cfg.num_heads * cfg.head_dim)
+    self.k_proj = linear("k_proj", cfg.num_kv_heads * cfg.head_dim)
+    self.v_proj = linear("v_proj", cfg.num_kv_heads * cfg.head_dim)
+    self.o_proj = linear("o_proj", cfg.hidden_size)
     if cfg.qk_norm:
       self.q_norm = RMSNorm(cfg.rms_norm_eps)
       self.k_norm = RMSNorm(cfg.rms_norm_eps)

@@ -20,7 +20,7 @@ from dspine_jax.checkpoints import (
   hf_config,
   target_folder,
 )
-from dspine_jax.data import chat
+from dspine_jax.data import chat, chats
 from dspine_jax.decoding import generate
 
 EMBEDDED = "embedded"
@@ -79,15 +79,26 @@ _PLACES: dict[str, Callable[[], pathlib.Path]] = {
 }
 
 
-def load(name: str) -> NamedTarget:
+def load(
+  name: str,
+  *,
+  dtype: str = "float32",
+  sharding: target_folder.Shardings | None = None,
+) -> NamedTarget:
   """Loads a target, its tokenizer and its chat template.
+
+  Args:
+    name: as in `HELP`.
+    dtype: of its parameters and activations.
+    sharding: (path, shape) -> sharding of a parameter, as
+      `sharding.for_target(mesh)`; None puts all on the default device.
 
   Raises:
     ValueError: naming the folder or file at fault.
   """
   path = _PLACES[name]() if name in _PLACES else pathlib.Path(name)
   load_kind = _load_gguf if path.suffix == ".gguf" else _load_folder
-  target = load_kind(name, path)
+  target = load_kind(name, path, dtype, sharding)
   count, rows = target.tokenizer.get_vocab_size(), target.model.cfg.vocab_size
   if count > rows:
     raise ValueError(
@@ -97,8 +108,8 @@ def load(name: str) -> NamedTarget:
   return target
 
 
-def _load_folder(name: str, folder: pathlib.Path) -> NamedTarget:
-  loaded = target_folder.load_target(folder)
+def _load_folder(name, folder, dtype, sharding) -> NamedTarget:
+  loaded = target_folder.load_target(folder, dtype=dtype, sharding=sharding)
   path = folder / "tokenizer.json"
   try:
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -132,9 +143,9 @@ def _folder_chat_template(folder: pathlib.Path) -> str | None:
     raise ValueError(f"{path}: chat_template is no template") from None
 
 
-def _load_gguf(name: str, path: pathlib.Path) -> NamedTarget:
+def _load_gguf(name, path, dtype, sharding) -> NamedTarget:
   file = gguf.read(path)
-  loaded = gguf.load_target(file)
+  loaded = gguf.load_target(file, dtype=dtype, sharding=sharding)
   return NamedTarget(
     name=name,
     folder=path,
@@ -165,6 +176,24 @@ def mask_token_id(target: NamedTarget, flag_value: int | None) -> int:
   )
 
 
+def chat_format(target: NamedTarget) -> chats.Format:
+  """How the target reads conversations.
+
+  Raises:
+    ValueError: the target has no chat template.
+  """
+  if target.chat_template is None:
+    raise ValueError(f"target {target.name}: no chat template")
+  cfg = target.model.cfg
+  return chats.Format(
+    target.tokenizer,
+    target.chat_template,
+    bos_token=_token_text(target, cfg.bos_token_id),
+    eos_token=_token_text(target, next(iter(cfg.eos_token_ids), None)),
+    stop_tokens=tuple(cfg.eos_token_ids),
+  )
+
+
 def encode_chat(
   target: NamedTarget, messages: Sequence[chat.Message]
 ) -> np.ndarray:
@@ -173,17 +202,14 @@ def encode_chat(
   Raises:
     ValueError: the target has no chat template, or it refuses the messages.
   """
-  if target.chat_template is None:
-    raise ValueError(f"target {target.name}: no chat template")
-  cfg = target.model.cfg
-  bos, eos = cfg.bos_token_id, next(iter(cfg.eos_token_ids), None)
+  form = chat_format(target)
   try:
     return chat.encode_chat(
-      target.tokenizer,
-      target.chat_template,
+      form.tokenizer,
+      form.template,
       messages,
-      bos_token=_token_text(target, bos),
-      eos_token=_token_text(target, eos),
+      bos_token=form.bos_token,
+      eos_token=form.eos_token,
     )
   except ValueError as error:
     raise ValueError(f"target {target.name}: {error}") from None

@@ -34,7 +34,49 @@ def rope_frequencies(head_dim, theta, scaling=None):
   plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
   if scaling is None:
     return np.array(plain)
-  return np.array([llama3_frequency(f, scaling) for f in plain])
+  if hasattr(scaling, "beta_fast"):
+    return yarn_frequencies(plain, theta, scaling)
+  if hasattr(scaling, "low_freq_factor"):
+    return np.array([llama3_frequency(f, scaling) for f in plain])
+  return np.array([f / scaling.factor for f in plain])
+
+
+def yarn_frequencies(plain, theta, scaling):
+  """YaRN: pair i is divided by the factor, kept, or in between."""
+  features = 2 * len(plain)
+  bounds = []
+  for turns in (scaling.beta_fast, scaling.beta_slow):
+    # The (real) index of the pair that turns so often in the old length.
+    wavelength = scaling.original_max_positions / turns
+    exponent = math.log(wavelength / (2 * math.pi)) / math.log(theta)
+    bounds.append(exponent * features / 2)
+  first, last = bounds
+  if scaling.truncate:
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, features - 1)
+  result = []
+  for i, frequency in enumerate(plain):
+    if i <= first:
+      share = 0.0
+    elif i >= last:
+      share = 1.0
+    else:
+      share = (i - first) / (last - first)
+    divided = frequency / scaling.factor
+    result.append(share * divided + (1 - share) * frequency)
+  return np.array(result)
+
+
+def rope_amplitude(scaling):
+  if not hasattr(scaling, "beta_fast"):
+    return 1.0
+  if scaling.attention_factor is not None:
+    return scaling.attention_factor
+  log = math.log(scaling.factor)
+  if scaling.mscale and scaling.mscale_all_dim:
+    top, bottom = scaling.mscale, scaling.mscale_all_dim
+    return (1 + 0.1 * top * log) / (1 + 0.1 * bottom * log)
+  return 1 + 0.1 * log
 
 
 def rope(x, positions, theta, scaling=None):
@@ -45,7 +87,8 @@ def rope(x, positions, theta, scaling=None):
   frequencies = rope_frequencies(x.shape[-1], theta, scaling)
   for t, position in enumerate(positions):
     for i, frequency in enumerate(frequencies):
-      cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+      angle, size = position * frequency, rope_amplitude(scaling)
+      cos, sin = size * math.cos(angle), size * math.sin(angle)
       first, second = x[t, :, i], x[t, :, i + half]
       out[t, :, i] = first * cos - second * sin
       out[t, :, i + half] = second * cos + first * sin
@@ -80,7 +123,8 @@ def _project(attn, x, positions, cfg, names):
   outputs = []
   for name in names:
     kernel = np.asarray(attn[f"{name}_proj"]["kernel"], np.float64)
-    y = (x @ kernel).reshape(x.shape[0], -1, cfg.head_dim)
+    y = x @ kernel + np.asarray(attn[f"{name}_proj"].get("bias", 0.0))
+    y = y.reshape(x.shape[0], -1, cfg.head_dim)
     if name != "v":
       if cfg.qk_norm:
         y = rms_norm(y, attn[f"{name}_norm"]["scale"], cfg.rms_norm_eps)
@@ -105,6 +149,7 @@ def layer(params, x, positions, mask, cfg, context=None):
     k, v = np.concatenate([more_k, k]), np.concatenate([more_v, v])
   heads = attention(q, k, v, mask).reshape(x.shape[0], -1)
   x = x + heads @ np.asarray(attn["o_proj"]["kernel"], np.float64)
+  x = x + np.asarray(attn["o_proj"].get("bias", 0.0))
   scale = params["post_attention_layernorm"]["scale"]
   normed = rms_norm(x, scale, cfg.rms_norm_eps)
   return x + swiglu(params["mlp"], normed)

@@ -37,7 +37,7 @@ def target_config(**changes) -> configs.TargetConfig:
     "vocab_size": len(TOKENS),
     "hidden_size": 32,
     "num_layers": 2,
-    "qk_norm": False,
+    "model_type": "llama",
     "rope_theta": 1e5,
     "rms_norm_eps": 1e-5,
     "eos_token_ids": (2,),

@@ -121,6 +121,7 @@ def target_config(file: File) -> configs.TargetConfig:
   _refuse_unimplemented(file, head_dim)
   try:
     return configs.TargetConfig(
+      model_type="llama",
       vocab_size=len(field(file, "tokenizer.ggml.tokens", list)),
       hidden_size=hidden_size,
       intermediate_size=field(file, "llama.feed_forward_length", int),
@@ -132,7 +133,6 @@ def target_config(file: File) -> configs.TargetConfig:
       rms_norm_eps=_decimal(
         field(file, "llama.attention.layer_norm_rms_epsilon", float)
       ),
-      qk_norm=False,
       tie_embeddings="output.weight" not in file.tensors,
       max_positions=field(file, "llama.context_length", int),
       eos_token_ids=_stop_tokens(file),
@@ -170,18 +170,28 @@ def _refuse_unimplemented(file: File, head_dim: int) -> None:
       )
 
 
-def load_target(file: File) -> target_folder.Target:
+def load_target(
+  file: File,
+  *,
+  dtype: str = "float32",
+  sharding: target_folder.Shardings | None = None,
+) -> target_folder.Target:
   """Loads a Llama-family target from an open file.
 
+  Args:
+    file: from `read`.
+    dtype: as in `target_folder.load_target`.
+    sharding: as there.
+
   Returns:
-    Parameters in float32 with unrolled layers and rotate-half RoPE; `folder`
-    is the path of the file.
+    Parameters with unrolled layers and rotate-half RoPE; `folder` is the path
+    of the file.
 
   Raises:
     ValueError: with the file and what is wrong: a missing or unknown tensor, a
       wrong shape, NaN, an unknown quantisation, an unsupported configuration.
   """
-  cfg = target_config(file)
+  cfg = target_folder.with_dtype(target_config(file), dtype)
   entries = [
     entry._replace(name=gguf_name(entry.name))
     for entry in names.target_entries(cfg)
@@ -190,11 +200,21 @@ def load_target(file: File) -> target_folder.Target:
   unknown = sorted(set(file.tensors) - {entry.name for entry in entries})
   if unknown:
     raise ValueError(f"{file.path}: tensors {unknown[:6]} are not implemented")
-  arrays = {name: _dequantize(file, name) for name in file.tensors}
-  for name, array in arrays.items():
+  # GGUF counts axes from the last one.
+  shapes = {
+    name: tuple(int(size) for size in reversed(tensor.shape))
+    for name, tensor in file.tensors.items()
+  }
+  found = names.resolve(shapes, entries, source=file.path)
+
+  def read(entry: names.Entry, name: str) -> target_folder.Part:
+    array = _dequantize(file, name)
     if name.endswith(("attn_q.weight", "attn_k.weight")):
-      arrays[name] = rotate_half_rows(array, cfg.head_dim)
-  params = names.load(arrays, entries, source=file.path)
+      array = rotate_half_rows(array, cfg.head_dim)
+    array = array.T if entry.transposed else array
+    return lambda index: array[index]
+
+  params = target_folder.place(found, read, dtype=dtype, sharding=sharding)
   return target_folder.Target(params=params, cfg=cfg, folder=file.path)
 
 
@@ -210,12 +230,9 @@ def rotate_half_rows(array: np.ndarray, head_dim: int) -> np.ndarray:
   """Rows of q or k from neighbouring pairs to halves, head by head.
 
   Args:
-    array: [heads * head_dim, in]. Left as it is where the rows are no whole
-      heads, since its shape is then refused anyway.
+    array: [heads * head_dim, in].
     head_dim: rows of a head.
   """
-  if array.shape[0] % head_dim:
-    return array
   pairs = array.reshape(-1, head_dim // 2, 2, *array.shape[1:])
   return pairs.swapaxes(1, 2).reshape(array.shape)
 
@@ -228,4 +245,5 @@ def _dequantize(file: File, name: str) -> np.ndarray:
       array = package.dequantize(tensor.data, tensor.tensor_type)
   except NotImplementedError as error:
     raise ValueError(f"{file.path}: tensor {name!r}: {error}") from None
-  return tensors.plain(array, file.path, name)
+  tensors.check_finite(array, file.path, name)
+  return array.astype(np.float32)

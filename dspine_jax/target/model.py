@@ -14,7 +14,7 @@ import jax
 from flax import linen as nn
 from flax import struct
 from jax import numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dspine_jax import attention_masks, configs, kv_cache, layers
 from dspine_jax.typing import (
@@ -62,7 +62,8 @@ class DecoderLayer(nn.Module):
     own = attend.keys_values(normed, rope)
     k, v = (jnp.swapaxes(part, 1, 2) for part in own)
     if past is None:
-      part = partial.partial_attention(q, k, v, own_mask[None])
+      mask = own_mask if own_mask.ndim == 3 else own_mask[None]
+      part = partial.partial_attention(q, k, v, mask)
       heads = partial.merge(part, dtype=x.dtype)
     else:
       # The pass is one block after its cache.
@@ -102,7 +103,7 @@ def init(key: Key, cfg: configs.TargetConfig) -> Params:
     shrink = (2 * cfg.num_layers) ** -0.5
     for block, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
       kernel = params[block][name]["kernel"]
-      params[block][name] = {"kernel": kernel * shrink}
+      params[block][name]["kernel"] = kernel * shrink
     return params
 
   shape = (cfg.vocab_size, cfg.hidden_size)
@@ -151,6 +152,7 @@ def forward(
   cache: kv_cache.KVCache | None = None,
   cache_is_empty: bool = False,
   tap_layers: tuple[int, ...] = (),
+  documents: Int[Array, "b t"] | None = None,
 ) -> TargetOutput:
   """One pass over T tokens that follow each row's cached positions.
 
@@ -163,20 +165,28 @@ def forward(
       the tokens alone from position 0 and returns no cache.
     cache_is_empty: the cache is written but not read (a prefill).
     tap_layers: layers whose outputs are returned as features.
+    documents: [B, T] of a packed row, offset of the first token of the document
+      that a token belongs to: attention stays in the document, positions count
+      from its start. None where a row is one document. Not with a cache.
 
   Returns:
     Final-normed states, tapped features and the written cache.
   """
+  if documents is not None and cache is not None:
+    raise ValueError("documents: packed rows have no cache")
   num_tokens = tokens.shape[1]
   offsets = jnp.arange(num_tokens)
   starts = (
     jnp.zeros((tokens.shape[0],), jnp.int32) if cache is None else cache.lengths
   )
   positions = starts[:, None] + offsets[None, :]
+  own_mask = attention_masks.causal(num_tokens)
+  if documents is not None:
+    positions = positions - documents
+    own_mask = own_mask[None] & attention_masks.same_document(documents)
   rope = layers.rope_table(
     positions, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling
   )
-  own_mask = attention_masks.causal(num_tokens)
   past_layers = None
   if cache is not None and not cache_is_empty:
     past_layers = cache.layers

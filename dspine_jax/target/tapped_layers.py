@@ -23,11 +23,19 @@ def tapped_layers(
 
 
 def check_tapped_layers(
-  ids: tuple[int, ...], num_target_layers: int
+  ids: tuple[int, ...], num_target_layers: int | None
 ) -> tuple[int, ...]:
-  """Returns `ids`, or raises ValueError naming the id that cannot be tapped."""
+  """Returns `ids`, or raises ValueError naming the id that cannot be tapped.
+
+  Where the depth is not known (None), only what no target has is refused.
+  """
   for layer in ids:
-    if not 0 <= layer < num_target_layers - 1:
+    if layer < 0:
+      raise ValueError(
+        f"target_layer_ids={list(ids)}: layer {layer} cannot be tapped: layers"
+        " count from 0 and the embedding's output is none of them"
+      )
+    if num_target_layers is not None and layer >= num_target_layers - 1:
       raise ValueError(
         f"target_layer_ids={list(ids)}: layer {layer} cannot be tapped in a"
         f" target of {num_target_layers} layers (0 to"

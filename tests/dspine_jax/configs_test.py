@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from dspine_jax import configs
+from dspine_jax import configs, rope_scaling
 from tests import tiny_models
 
 
@@ -188,7 +188,9 @@ def test_the_verify_rule_must_fit_the_temperature():
 
 def test_configurations_are_hashable_and_frozen():
   for config in (
-    tiny_models.target_config(rope_scaling=configs.RopeScaling(factor=2.0)),
+    tiny_models.target_config(
+      rope_scaling=rope_scaling.Llama3Scaling(factor=2.0)
+    ),
     tiny_models.drafter_config("dspine"),
     configs.OptimizerConfig(total_steps=1),
     configs.DecodeConfig(),
@@ -241,6 +243,19 @@ def test_a_drafter_takes_widths_taps_and_conventions():
   assert dflash.dspine is None and dspine.dspine.transfer_rank == 8
   assert dflash.decay_gamma == 4 and dspine.decay_gamma == 7
   assert dspine.block_size == 16 and dspine.num_proposals == 15
+
+
+def test_a_drafter_inherits_neither_the_scaling_nor_the_biases_of_its_target():
+  target = tiny_models.target_config(
+    num_layers=6,
+    attention_bias=True,
+    rope_scaling=rope_scaling.YarnScaling(
+      factor=4.0, original_max_positions=64
+    ),
+  )
+  made = configs.drafter_for(target, "dflash", num_layers=2, mask_token_id=60)
+  assert made.rope_scaling is None
+  assert target.biased_projections and not made.biased_projections
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,15 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from dspine_jax import configs, layers
+from dspine_jax import layers, rope_scaling
 from tests import oracles
 
 # float32 against float64 for values of order one.
 TOLERANCE = 2e-6
 # Angles up to 60 rad are rounded to 4e-6 before the cosine.
 ROPE_TOLERANCE = 1e-5
-# Llama 3.1's numbers; with theta 500000 and 64 dimensions all three of its
-# cases occur (kept, blended, divided).
-LLAMA31 = configs.RopeScaling(factor=8.0)
+LLAMA31 = rope_scaling.Llama3Scaling(factor=8.0)
+YARN = rope_scaling.YarnScaling(factor=4.0, original_max_positions=64)
 
 
 def random(*shape, seed=0):
@@ -44,6 +43,17 @@ def test_linear_maps_are_in_out_and_keep_leading_axes():
   np.testing.assert_allclose(got, want, atol=TOLERANCE * 5)
 
 
+def test_a_bias_is_added_to_every_row_in_the_dtype_of_the_input():
+  x, kernel, bias = random(2, 3, 5), random(5, 7, seed=1), random(7, seed=2)
+  params = {"params": {"kernel": kernel, "bias": bias}}
+  got = layers.Linear(7, use_bias=True).apply(params, x)
+  want = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+  want = want + np.asarray(bias, np.float64)
+  np.testing.assert_allclose(got, want, atol=TOLERANCE * 5)
+  half = layers.Linear(7, use_bias=True).apply(params, x.astype(jnp.bfloat16))
+  assert half.dtype == jnp.bfloat16
+
+
 def test_swiglu_gates_with_silu():
   x = random(3, 6)
   mlp = {
@@ -56,37 +66,7 @@ def test_swiglu_gates_with_silu():
   np.testing.assert_allclose(got, want, atol=3e-5)  # Values of order 10.
 
 
-@pytest.mark.parametrize(
-  "scaling",
-  [
-    None,
-    LLAMA31,
-    configs.RopeScaling(
-      factor=32.0,
-      low_freq_factor=1.5,
-      high_freq_factor=3.0,
-      original_max_positions=512,
-    ),
-  ],
-)
-def test_rope_frequencies_follow_llama3_scaling(scaling):
-  got = layers.rope_frequencies(64, 5e5, scaling)
-  want = oracles.rope_frequencies(64, 5e5, scaling)
-  assert got.dtype == jnp.float32
-  np.testing.assert_allclose(got, want, rtol=2e-6)
-
-
-def test_llama3_scaling_keeps_high_blends_middle_and_divides_low_frequencies():
-  plain = np.asarray(layers.rope_frequencies(64, 5e5, None), np.float64)
-  scaled = np.asarray(layers.rope_frequencies(64, 5e5, LLAMA31), np.float64)
-  ratio = plain / scaled
-  assert ratio[0] == 1 and ratio[-1] == 8
-  middle = ratio[(ratio != 1) & (ratio != 8)]
-  assert middle.size > 0
-  assert (np.diff(ratio) >= 0).all()
-
-
-@pytest.mark.parametrize("scaling", [None, LLAMA31])
+@pytest.mark.parametrize("scaling", [None, LLAMA31, YARN])
 def test_rope_turns_halves_by_position_times_frequency(scaling):
   positions = np.array([0, 1, 7, 60], np.int32)
   x = random(4, 3, 8)
@@ -94,7 +74,9 @@ def test_rope_turns_halves_by_position_times_frequency(scaling):
   got = layers.apply_rope(x, table)
   want = oracles.rope(x, positions, 1e4, scaling)
   np.testing.assert_allclose(got, want, atol=ROPE_TOLERANCE)
-  np.testing.assert_array_equal(got[0], x[0])
+  # Position 0 turns nothing; YaRN makes all longer.
+  size = oracles.rope_amplitude(scaling)
+  np.testing.assert_allclose(got[0], size * x[0], rtol=1e-6)
 
 
 def test_rope_scores_depend_on_the_distance_alone():

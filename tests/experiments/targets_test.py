@@ -2,8 +2,10 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import pytest
 import tokenizers
+from jax import numpy as jnp
 from tokenizers import models
 
 from experiments import targets
@@ -150,3 +152,9 @@ def test_a_gguf_file_is_a_target(tmp_path):
     *("<|im_start|>", "the", "Ċ", "th", "<|im_end|>", "Ċ"),
     *("<|im_start|>", "a", "Ċ"),
   ]
+
+
+def test_a_target_may_be_loaded_in_bfloat16(tiny):
+  got = targets.load(str(tiny.target), dtype="bfloat16").model
+  assert got.cfg.dtype == "bfloat16"
+  assert {x.dtype for x in jax.tree.leaves(got.params)} == {jnp.bfloat16.dtype}

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from dspine_jax import configs
+from dspine_jax import configs, rope_scaling
 from dspine_jax.checkpoints import hf_config
 from tests import tiny_models
 
@@ -88,7 +88,7 @@ def test_a_llama_config_has_no_qk_norm_a_derived_head_width_and_scaling():
   assert cfg.head_dim == 128
   assert cfg.eos_token_ids == (128001, 128008, 128009)
   assert cfg.rms_norm_eps == 1e-5
-  assert cfg.rope_scaling == configs.RopeScaling(
+  assert cfg.rope_scaling == rope_scaling.Llama3Scaling(
     factor=8.0,
     low_freq_factor=1.0,
     high_freq_factor=4.0,
@@ -133,19 +133,60 @@ def test_newer_files_nest_the_rope_in_its_parameters():
     ({"model_type": None}, "model_type=None is not supported"),
     ({"vocab_size": None}, "key 'vocab_size' is missing"),
     ({"hidden_size": None}, "key 'hidden_size' is missing"),
-    ({"attention_bias": True}, "attention_bias=True is not implemented"),
+    ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe' is not supported"),
+    ({"model_type": "mixtral"}, "dense models of qwen3, llama, qwen2, mistral"),
+    ({"num_experts": 8}, "num_experts=8 is not implemented"),
+    ({"num_local_experts": 8}, "num_local_experts=8 is not implemented"),
+    ({"n_routed_experts": 2}, "n_routed_experts=2 is not implemented"),
     ({"mlp_bias": True}, "mlp_bias=True is not implemented"),
+    (
+      {"quantization_config": {"quant_method": "fp8"}},
+      "quantization_config=.*fp8.* is not implemented",
+    ),
+    (
+      {"partial_rotary_factor": 0.5},
+      "partial_rotary_factor=0.5 is not implemented",
+    ),
+    (
+      {"rope_parameters": {"partial_rotary_factor": 0.25}},
+      "partial_rotary_factor=0.25 is not implemented",
+    ),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented"),
     ({"use_sliding_window": True}, "use_sliding_window=true is not impl"),
     (
-      {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-      "rope scaling 'yarn' is not implemented",
+      {"layer_types": ["full_attention", "sliding_attention"]},
+      r"layer_types=\['sliding_attention'\] is not implemented",
+    ),
+    ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096"),
+    (
+      {"model_type": "mistral", "attention_bias": True, "sliding_window": None},
+      "attention_bias=True: is not of the family mistral",
     ),
     (
-      {"rope_scaling": {"type": "linear", "factor": 2.0}},
-      "rope scaling 'linear' is not implemented",
+      {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+      "rope scaling 'dynamic' is not implemented",
     ),
-    ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+    (
+      {"rope_scaling": {"type": "longrope", "short_factor": []}},
+      "rope scaling 'longrope' is not implemented",
+    ),
+    (
+      {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+      "rope_parameters of each kind of layer",
+    ),
+    ({"rope_scaling": {"rope_type": "llama3"}}, "key 'factor' is missing"),
+    (
+      {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+      "rope_scaling.factor='2' is no float",
+    ),
+    (
+      {"rope_scaling": {"rope_type": "linear", "factor": True}},
+      "rope_scaling.factor=True is no float",
+    ),
+    (
+      {"rope_scaling": {"rope_type": "linear", "factor": 0.0}},
+      "rope_scaling: factor=0.0: must be at least 1",
+    ),
     ({"num_key_value_heads": 5}, "num_kv_heads=5: must divide"),
   ],
 )
@@ -154,17 +195,102 @@ def test_what_cannot_be_run_is_refused_with_file_key_and_value(changes, match):
     hf_config.target_config(QWEN3_8B | changes, "some/config.json")
 
 
+def test_mistral_may_have_a_window_as_long_as_its_context_or_none():
+  config = LLAMA31 | {"model_type": "mistral", "rope_scaling": None}
+  for window in (None, 131072):
+    cfg = hf_config.target_config(config | {"sliding_window": window})
+    assert cfg.model_type == "mistral" and cfg.head_dim == 128
+  # Without the key, it is the window of the first Mistral.
+  with pytest.raises(ValueError, match="sliding_window=4096 below"):
+    hf_config.target_config(config)
+
+
+def test_qwen2_has_its_biases_whatever_the_unread_key_says():
+  config = QWEN3_8B | {"model_type": "qwen2", "sliding_window": 32768}
+  for value in (False, True):
+    cfg = hf_config.target_config(config | {"attention_bias": value})
+    assert cfg.biased_projections == ("q_proj", "k_proj", "v_proj")
+
+
+def test_attention_bias_gives_all_four_projections_one():
+  cfg = hf_config.target_config(QWEN3_8B | {"attention_bias": True})
+  assert cfg.biased_projections == ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+  ("values", "want"),
+  [
+    (
+      {"type": "linear", "factor": 2},
+      rope_scaling.LinearScaling(factor=2.0),
+    ),
+    (
+      {"type": "yarn", "factor": 4.0},
+      rope_scaling.YarnScaling(factor=4.0, original_max_positions=40960),
+    ),
+    (
+      {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "beta_fast": 16,
+        "attention_factor": None,
+        "truncate": False,
+      },
+      rope_scaling.YarnScaling(
+        factor=4.0,
+        original_max_positions=32768,
+        beta_fast=16.0,
+        truncate=False,
+      ),
+    ),
+  ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_scalings_are_read_under_both_keys(values, want, key):
+  cfg = hf_config.target_config(QWEN3_8B | {key: values})
+  assert cfg.rope_scaling == want
+
+
+@pytest.mark.parametrize(
+  "scaling",
+  [
+    rope_scaling.LinearScaling(factor=2.5),
+    rope_scaling.Llama3Scaling(factor=2.0, original_max_positions=64),
+    rope_scaling.YarnScaling(factor=4.0, original_max_positions=64),
+    rope_scaling.YarnScaling(
+      factor=4.0,
+      original_max_positions=64,
+      beta_fast=16.0,
+      beta_slow=2.0,
+      attention_factor=1.25,
+      mscale=1.0,
+      mscale_all_dim=0.5,
+      truncate=False,
+    ),
+  ],
+)
+def test_a_written_scaling_is_read_back_unchanged(scaling):
+  written = json.loads(json.dumps(hf_config.rope_scaling_json(scaling)))
+  for key in ("rope_scaling", "rope_parameters"):
+    assert hf_config.rope_scaling({key: written}, "here") == scaling
+  assert None not in written.values()
+
+
 @pytest.mark.parametrize(
   "cfg",
   [
     tiny_models.target_config(eos_token_ids=(3, 5), bos_token_id=2),
+    tiny_models.target_config(attention_bias=True),
+    tiny_models.target_config(model_type="qwen2"),
+    tiny_models.target_config(model_type="mistral", max_positions=8192),
     tiny_models.target_config(
-      qk_norm=False,
+      model_type="llama",
       tie_embeddings=True,
-      rope_scaling=configs.RopeScaling(factor=2.0),
+      rope_scaling=rope_scaling.Llama3Scaling(factor=2.0),
     ),
   ],
-  ids=["qwen3", "llama"],
+  ids=["qwen3", "biased", "qwen2", "mistral", "llama"],
 )
 def test_a_written_config_is_read_back_unchanged(cfg, tmp_path):
   path = tmp_path / "config.json"

@@ -49,11 +49,12 @@ def test_tensors_come_back_as_float32_of_the_stored_precision(dtype, tmp_path):
 
 
 def test_the_stored_dtype_is_the_one_asked_for(tmp_path):
-  sizes = []
-  for dtype in ("float32", "bfloat16"):
-    path = tensors.write_tensors(tmp_path, arrays(), dtype=dtype)
-    sizes.append(path.stat().st_size)
-  assert sizes[0] - sizes[1] == 2 * (3 * 4 + 5)
+  for dtype in ("float32", "bfloat16", None):
+    tensors.write_tensors(tmp_path, arrays(), dtype=dtype)
+    reader = tensors.Reader(tmp_path)
+    assert reader.dtype("a.weight") == KINDS[dtype or "float32"]
+    assert reader.dtype("count") == np.int64
+    assert reader.dtype("ready") == np.bool_ and reader.shape("ready") == ()
 
 
 def test_an_unknown_dtype_is_refused_before_anything_is_written(tmp_path):
@@ -118,3 +119,129 @@ def test_a_transposed_view_is_stored_as_it_is_seen(tmp_path):
 def test_no_partial_file_stays_behind(tmp_path):
   tensors.write_tensors(tmp_path, arrays())
   assert [path.name for path in tmp_path.iterdir()] == [tensors.SINGLE]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 64, 2**20])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_a_part_equals_the_part_of_the_whole(
+  piece_bytes, transposed, dtype, tmp_path, monkeypatch
+):
+  # Pieces of one row, of some rows, and of all; the map is renewed on the way.
+  monkeypatch.setattr(tensors, "_PIECE_BYTES", piece_bytes)
+  monkeypatch.setattr(tensors, "_MAPPED_BYTES", 2 * piece_bytes)
+  rng = np.random.default_rng(0)
+  whole = rng.standard_normal((11, 6)).astype(ml_dtypes.bfloat16)
+  tensors.write_tensors(tmp_path, {"x": whole}, dtype=None)
+  reader = tensors.Reader(tmp_path)
+  seen = whole.T if transposed else whole
+  for index in (
+    (),
+    (slice(2, 5),),
+    (slice(None), slice(1, 4)),
+    (slice(3, None), slice(-2, None)),
+    (slice(4, 4),),
+  ):
+    got = reader.read("x", index, dtype=KINDS.get(dtype), transposed=transposed)
+    assert got.dtype == KINDS[dtype or "bfloat16"] and got.flags.c_contiguous
+    np.testing.assert_array_equal(got, seen[index].astype(got.dtype))
+
+
+def test_only_the_part_that_is_read_has_to_be_finite(tmp_path):
+  whole = np.ones((4, 3), np.float32)
+  whole[3, 1] = np.nan
+  tensors.write_tensors(tmp_path, {"x": whole})
+  reader = tensors.Reader(tmp_path)
+  np.testing.assert_array_equal(reader.read("x", (slice(3),)), whole[:3])
+  with pytest.raises(ValueError, match="tensor 'x' holds NaN"):
+    reader.read("x")
+
+
+def test_slices_with_steps_are_refused(tmp_path):
+  tensors.write_tensors(tmp_path, arrays())
+  with pytest.raises(ValueError, match="steps must be 1"):
+    tensors.Reader(tmp_path).read("a.weight", (slice(None, None, 2),))
+
+
+def test_a_tensor_that_its_shard_lacks_is_named_with_the_shard(tmp_path):
+  first, _ = write_shards(tmp_path)
+  path = tmp_path / tensors.INDEX
+  table = json.loads(path.read_text())
+  table["weight_map"]["c.weight"] = first
+  path.write_text(json.dumps(table))
+  with pytest.raises(ValueError, match=rf"{first}: lacks .*'c.weight'.*again"):
+    tensors.Reader(tmp_path)
+
+
+def test_fp8_is_refused_when_it_is_asked_for(tmp_path):
+  tensors.write_tensors(
+    tmp_path,
+    {"x": np.ones((2, 2), ml_dtypes.float8_e4m3fn), "y": np.ones(3)},
+    dtype=None,
+  )
+  reader = tensors.Reader(tmp_path)
+  assert reader.read("y").dtype == np.float64
+  with pytest.raises(ValueError, match="'x' is stored as F8_E4M3.*BF16"):
+    reader.read("x")
+
+
+def test_tensors_are_read_in_the_order_of_the_disk(tmp_path):
+  tensors.write_tensors(tmp_path, arrays(), max_shard_bytes=50)
+  reader = tensors.Reader(tmp_path)
+  order = reader.in_shard_order(reader.names())
+  # The library writes wide kinds first.
+  assert order == ["a.weight", "count", "b.weight", "ready"]
+
+
+def test_large_folders_are_cut_into_shards_with_an_index(tmp_path):
+  paths = tensors.write_tensors(tmp_path, arrays(), max_shard_bytes=50)
+  assert [path.name for path in paths] == [
+    f"model-{number:05}-of-00002.safetensors" for number in (1, 2)
+  ]
+  index = json.loads((tmp_path / tensors.INDEX).read_text())
+  assert index["metadata"]["total_size"] == 4 * 12 + 4 * 5 + 8 + 1
+  assert index["weight_map"] == {
+    "a.weight": paths[0].name,
+    "b.weight": paths[1].name,
+    "count": paths[1].name,
+    "ready": paths[1].name,
+  }
+  assert sorted(x.name for x in tmp_path.iterdir()) == sorted(
+    [tensors.INDEX, *(path.name for path in paths)]
+  )
+  got = tensors.read_tensors(tmp_path)
+  for name, array in arrays().items():
+    np.testing.assert_array_equal(got[name], array)
+
+
+def test_functions_are_called_when_it_is_their_turn(tmp_path):
+  calls = []
+
+  def source(name, array):
+    def make():
+      written = len(list(tmp_path.glob("*")))
+      calls.append((name, written))
+      return array
+
+    return make
+
+  sources = {name: source(name, x) for name, x in arrays().items()}
+  tensors.write_tensors(tmp_path, sources, max_shard_bytes=1)
+  # The tensor that did not fit any more is in memory beside the full shard.
+  assert calls == [("a.weight", 0), ("b.weight", 0), ("count", 1), ("ready", 2)]
+
+
+def test_older_weights_with_other_names_do_not_stay(tmp_path):
+  tensors.write_tensors(tmp_path, arrays(), max_shard_bytes=50)
+  tensors.write_tensors(tmp_path, {"x": np.ones(3, np.float32)})
+  assert [path.name for path in tmp_path.iterdir()] == [tensors.SINGLE]
+  tensors.write_tensors(tmp_path, arrays(), max_shard_bytes=1)
+  tensors.write_tensors(tmp_path, arrays(), max_shard_bytes=50)
+  assert len(list(tmp_path.iterdir())) == 3
+  assert set(tensors.read_tensors(tmp_path)) == set(arrays())
+
+
+def test_bfloat16_is_written_as_the_dtype_that_is_asked_for(tmp_path):
+  array = np.arange(3, dtype=ml_dtypes.bfloat16)
+  tensors.write_tensors(tmp_path, {"x": array}, dtype="float32")
+  assert tensors.Reader(tmp_path).dtype("x") == np.float32

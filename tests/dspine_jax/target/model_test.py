@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from dspine_jax import configs, kv_cache, layers
+from dspine_jax import (
+  kv_cache,
+  layers,
+  rope_scaling,
+  target_config,
+)
 from dspine_jax.checkpoints import names
 from dspine_jax.target import model
 from tests import oracles, tiny_models
@@ -16,11 +21,16 @@ TOLERANCE = 2e-5
 QWEN = tiny_models.target_config(num_layers=3)
 LLAMA = tiny_models.target_config(
   num_layers=3,
-  qk_norm=False,
+  model_type="llama",
   tie_embeddings=True,
   rope_theta=1e4,
   # So that all three cases of the scaling fall on this head's frequencies.
-  rope_scaling=configs.RopeScaling(factor=4.0, original_max_positions=64),
+  rope_scaling=rope_scaling.Llama3Scaling(
+    factor=4.0, original_max_positions=64
+  ),
+)
+BIASED = tiny_models.target_config(
+  num_layers=3, attention_bias=True, tie_embeddings=False
 )
 TAPS = (0, 1)
 PROMPT, STEP = 6, 3
@@ -43,7 +53,9 @@ def stacked(params):
   return params | {"layers": layers.stack_layers(params["layers"])}
 
 
-@pytest.mark.parametrize("cfg", [QWEN, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize(
+  "cfg", [QWEN, LLAMA, BIASED], ids=["qwen3", "llama", "biased"]
+)
 def test_forward_agrees_with_plain_numpy(cfg):
   params, ids = tiny_models.target_params(cfg), tokens(2, 9)
   out = forward(params, ids, cfg=cfg, tap_layers=TAPS)
@@ -216,7 +228,7 @@ def test_bfloat16_runs_the_residual_stream_and_stays_close():
 
 
 def test_the_embedded_target_has_its_announced_size():
-  entries = names.target_entries(configs.embedded_target())
+  entries = names.target_entries(target_config.embedded_target())
   count = sum(math.prod(entry.shape) for entry in entries)
   assert count == pytest.approx(5.1e6, rel=0.01)
 

@@ -3,7 +3,7 @@ import fractions
 
 import pytest
 
-from dspine_jax import configs
+from dspine_jax import configs, target_config
 from dspine_jax.target import tapped_layers
 
 
@@ -58,6 +58,6 @@ def test_layers_before_the_last_can_be_tapped():
 
 @pytest.mark.parametrize(("target", "draft"), [(2, 1), (5, 3), (3, 2)])
 def test_a_drafter_for_too_shallow_a_target_is_refused(target, draft):
-  cfg = dataclasses.replace(configs.embedded_target(), num_layers=target)
+  cfg = dataclasses.replace(target_config.embedded_target(), num_layers=target)
   with pytest.raises(ValueError, match="target_layer_ids"):
     configs.drafter_for(cfg, "dflash", num_layers=draft, mask_token_id=1)
