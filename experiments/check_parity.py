@@ -4,7 +4,9 @@
 
 Every method folder below --golden is loaded with the ordinary loaders and
 recomputed; each of its output arrays gets one line for each of our forms of it
-(unrolled and scanned layers, direct and factored transition scores). Exit
+(unrolled and scanned layers, direct and factored transition scores). Drafters
+are compared after they were exported and read again in every form that has
+their method. Exit
 status 1 if an error exceeds its bound, if an array is not compared with
 anything, or if one that the folder's README lists is missing. Folders of
 methods that are not implemented are named, and fail only if --methods asks for
@@ -24,6 +26,7 @@ from experiments.parity import (
   domino,
   dspark,
   dspine,
+  exported,
   report,
   target,
 )
@@ -105,6 +108,8 @@ def run(
     if name in METHODS:
       with jax.default_matmul_precision("float32"):
         results[name] = METHODS[name](report.read_folder(path))
+        if name != target.NAME:
+          results[name] += exported.compare(path)
       for record in results[name]:
         show(_line(name, record))
       continue

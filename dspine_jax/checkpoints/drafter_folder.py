@@ -1,26 +1,29 @@
-"""A drafter as a folder in the released layout: config.json + safetensors.
+"""A drafter as a folder in a released form: config.json + safetensors.
 
-What all methods share is here; where each keeps its own options in config.json
-is in `drafter_formats.py`, its tensor names in its own file. Missing keys take
-the released defaults. The target's embedding and head are borrowed; only DSpark
-stores frozen copies of them.
+`load_drafter` reads every form of `drafter_formats.py`, `save_drafter` writes
+one; config.json is `drafter_config.py`'s affair. Embedding and head
+are the target's: a folder may hold copies of them, and a drafter computes with
+the copies that its folder holds, so that they are never replaced unseen
+(`without_copies` drops those that are equal). Folders are converted without
+loading them by `drafter_conversion.py`.
 """
 
+import dataclasses
 import pathlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
+from jax import numpy as jnp
 
-from dspine_jax import attention_masks, configs
+from dspine_jax import configs
 from dspine_jax.checkpoints import (
-  drafter_formats,
+  drafter_config,
+  folders,
   hf_config,
   names,
   tensors,
 )
-from dspine_jax.drafters import methods
+from dspine_jax.drafters import contract, methods
 from dspine_jax.target import tapped_layers
 from dspine_jax.typing import Params, PyTree
 
@@ -30,7 +33,7 @@ class DrafterCheckpoint(NamedTuple):
 
   Attributes:
     params: trainable float32 tree.
-    buffers: frozen arrays of the method.
+    buffers: frozen arrays of the method, and the folder's own tables.
     cfg: its configuration.
   """
 
@@ -39,163 +42,119 @@ class DrafterCheckpoint(NamedTuple):
   cfg: configs.DrafterConfig
 
 
-def drafter_config(
-  config: Mapping[str, Any], path: object = "config.json"
-) -> configs.DrafterConfig:
-  """A DrafterConfig from a parsed `config.json` of a released drafter.
+def entries(cfg: configs.DrafterConfig) -> list[names.Entry]:
+  """All tensors that a folder of the drafter may hold, but for the flag."""
+  own = methods.drafter(cfg).entries(cfg)
+  # DSpark's tables are its own entries; no other released form has any.
+  tables = cfg.method in ("dflash", "dflash2")
+  return [*own, *(names.table_entries(cfg) if tables else ())]
+
+
+# Tensors that loaders of every form ignore: caches, and what speculators' own
+# training keeps of its target.
+_IGNORED = ("rotary_emb.", "verifier_lm_head.", "verifier_norm.")
+FLAG = "transfer_ready"
+# What a tensor's name gives away about a drafter that is not read here.
+_FOREIGN = {
+  "qkv_proj": "fused projections (Laguna's form) are not implemented",
+  ".g_proj": "gated attention (Laguna's form) is not implemented",
+  "aux_hidden_norms": "norms of tapped layers (Laguna's form) are not"
+  " implemented",
+  "_scale": "quantised weights; take the bfloat16 ones",
+  "zero_point": "quantised weights; take the bfloat16 ones",
+  "qweight": "quantised weights; take the bfloat16 ones",
+  "weight_packed": "quantised weights; take the bfloat16 ones",
+  "midlayer": "EAGLE-3, another kind of drafter, is not implemented",
+  "self_attn.q_proj.bias": "draft layers with biases are not implemented",
+  "self_attn.k_proj.bias": "draft layers with biases are not implemented",
+  "self_attn.v_proj.bias": "draft layers with biases are not implemented",
+  "self_attn.o_proj.bias": "draft layers with biases are not implemented",
+}
+
+
+def stored_names(
+  reader: tensors.Reader, cfg: configs.DrafterConfig
+) -> list[tuple[names.Entry, str]]:
+  """The entries that the folder holds, each with the folder's name for it.
 
   Raises:
-    ValueError: an unknown architecture, a missing key or an impossible value;
-      the message names `path`.
+    ValueError: a missing tensor, one of another shape, one that nothing here
+      reads, or codes that are not marked ready.
   """
-  method = drafter_formats.method_of(config, path)
-  convention = configs.conventions(method)
-  hf_config.refuse_unimplemented(config, path)
-  own = config.get("dflash_config") or {}
-  num_layers = hf_config.require_key(config, "num_hidden_layers", path)
-  num_target_layers = hf_config.require_key(config, "num_target_layers", path)
-  # DeepSpec has at the top level what the others nest.
-  taps = own.get("target_layer_ids") or config.get("target_layer_ids")
-  if taps is None:
-    taps = tapped_layers.tapped_layers(num_target_layers, num_layers)
-  block_size = config.get("block_size") or own.get("block_size") or 16
-  mask_token_id = own.get("mask_token_id", config.get("mask_token_id"))
-  if mask_token_id is None:
-    raise ValueError(f"{path}: key 'mask_token_id' is missing")
-  shift_key = drafter_formats.FORMATS[method].shift_key
-  shift = own.get(shift_key, config.get(shift_key))
-  if shift is None:
-    shift = convention.sample_from_anchor
-  gamma = own.get("loss_decay_gamma") or config.get("loss_decay_gamma")
-  gamma = gamma or convention.decay_gamma
-  is_causal = config.get("is_causal")
-  if is_causal is None:
-    is_causal = convention.is_causal
-  try:
-    return configs.DrafterConfig(
-      method=method,
-      vocab_size=hf_config.require_key(config, "vocab_size", path),
-      hidden_size=hf_config.require_key(config, "hidden_size", path),
-      intermediate_size=hf_config.require_key(
-        config, "intermediate_size", path
-      ),
-      num_layers=num_layers,
-      num_heads=hf_config.require_key(config, "num_attention_heads", path),
-      num_kv_heads=hf_config.require_key(config, "num_key_value_heads", path),
-      head_dim=hf_config.require_key(config, "head_dim", path),
-      rope_theta=hf_config.rope_theta(config),
-      rope_scaling=hf_config.rope_scaling(config, path),
-      rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-      max_positions=config.get("max_position_embeddings", 40960),
-      block_size=block_size,
-      mask_token_id=mask_token_id,
-      target_layer_ids=tuple(taps),
-      num_target_layers=num_target_layers,
-      is_causal=bool(is_causal),
-      sample_from_anchor=bool(shift),
-      decay_gamma=float(gamma or configs.default_decay_gamma(block_size)),
-      **_windows(config, path),
-      **drafter_formats.method_options(config, own, method, num_layers),
-    )
-  except ValueError as error:
-    raise hf_config.with_path(error, path) from None
-
-
-def _windows(config: Mapping[str, Any], path: object) -> dict[str, Any]:
-  """The fields of DrafterConfig about sliding layers; none if there are none.
-
-  `layer_types` says which layers slide. A file that names no convention is
-  z-lab's, unless it has speculators' `sliding_window_non_causal`.
-  """
-  types = tuple(config.get("layer_types") or ())
-  uses = config.get("use_sliding_window")
-  if uses and not types:
-    raise ValueError(f"{path}: use_sliding_window=true needs layer_types")
-  if set(types) <= {"full_attention"}:
-    return {}
-  if uses is False:
+  shapes = {name: reader.shape(name) for name in reader.names()}
+  flags = [name for name in (FLAG, f"model.{FLAG}") if name in shapes]
+  # What the file is explains what it lacks, and so comes first.
+  _refuse_tensors(reader, [n for n in shapes if _why_foreign(n)])
+  found = names.resolve(shapes, entries(cfg), source=reader.folder)
+  known = {name for _, name in found}.union(flags)
+  _refuse_tensors(reader, [n for n in shapes if n not in known])
+  if not all(reader.read(name) for name in flags):
     raise ValueError(
-      f"{path}: use_sliding_window=false does not fit layer_types={list(types)}"
+      f"{reader.folder}: transfer_ready is false: codes were not built"
     )
-  convention = config.get("sliding_window_convention")
-  if convention is None and "sliding_window_non_causal" in config:
-    non_causal = config["sliding_window_non_causal"]
-    convention = "speculators_non_causal" if non_causal else "speculators"
-  return {
-    "layer_types": types,
-    "sliding_window": config.get("sliding_window"),
-    "sliding_window_convention": convention
-    or attention_masks.DEFAULT_CONVENTION,
-  }
+  return found
 
 
-def _windows_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
-  """The inverse of `_windows`."""
-  written: dict[str, Any] = {
-    "layer_types": list(
-      cfg.layer_types or ("full_attention",) * cfg.num_layers
-    ),
-    "sliding_window": cfg.sliding_window,
-    "use_sliding_window": cfg.sliding_window is not None,
-  }
-  if cfg.sliding_window is not None:
-    written["sliding_window_convention"] = cfg.sliding_window_convention
-  return written
+def _why_foreign(name: str) -> str | None:
+  return next((why for part, why in _FOREIGN.items() if part in name), None)
 
 
-def drafter_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
-  """The `config.json` that `drafter_config` reads back."""
-  form = drafter_formats.FORMATS[cfg.method]
-  common = {
-    "loss_decay_gamma": cfg.decay_gamma,
-    "mask_token_id": cfg.mask_token_id,
-    form.shift_key: cfg.sample_from_anchor,
-    "target_layer_ids": list(cfg.target_layer_ids),
-  }
-  return {
-    "architectures": [form.architectures[0]],
-    "attention_bias": False,
-    "block_size": cfg.block_size,
-    "dtype": "float32",
-    "head_dim": cfg.head_dim,
-    "hidden_act": "silu",
-    "hidden_size": cfg.hidden_size,
-    "intermediate_size": cfg.intermediate_size,
-    "is_causal": cfg.is_causal,
-    "max_position_embeddings": cfg.max_positions,
-    "model_type": "qwen3",
-    "num_attention_heads": cfg.num_heads,
-    "num_hidden_layers": cfg.num_layers,
-    "num_key_value_heads": cfg.num_kv_heads,
-    "num_target_layers": cfg.num_target_layers,
-    "rms_norm_eps": cfg.rms_norm_eps,
-    "rope_scaling": hf_config.rope_scaling_json(cfg.rope_scaling),
-    "rope_theta": cfg.rope_theta,
-    "vocab_size": cfg.vocab_size,
-    **_windows_json(cfg),
-    **form.write(cfg, common),
-  }
+def _refuse_tensors(reader: tensors.Reader, rest: list[str]) -> None:
+  """ValueError naming the first tensor that is not read but would matter."""
+  for name in rest:
+    if name.removeprefix("model.").startswith(_IGNORED):
+      continue
+    why = _why_foreign(name) or "not a tensor of this method"
+    raise ValueError(f"{reader.folder}: tensor {name!r}: {why}")
 
 
 def load_drafter(folder: pathlib.Path | str) -> DrafterCheckpoint:
-  """Loads a drafter in the released layout.
+  """Loads a drafter in any released form, tensor by tensor.
 
   Raises:
     ValueError: with the file at fault, as in `load_target`; also codes that
-      are not marked ready.
+      are not marked ready, and drafters of another kind.
   """
   folder = pathlib.Path(folder)
   if not folder.is_dir():
-    raise ValueError(f"{folder}: no such folder")
+    raise ValueError(folders.missing(folder))
   path = folder / "config.json"
-  cfg = drafter_config(hf_config.read_json(path), path)
-  arrays = tensors.read_tensors(folder)
-  ready = arrays.get("transfer_ready", arrays.get("model.transfer_ready", True))
-  if not bool(ready):
-    raise ValueError(f"{folder}: transfer_ready is false: codes were not built")
-  method = methods.drafter(cfg)
-  tree = names.load(arrays, method.entries(cfg), source=folder)
-  return DrafterCheckpoint(tree["params"], tree.get("buffers", {}), cfg)
+  cfg = drafter_config.from_json(hf_config.read_json(path), path)
+  reader = tensors.Reader(folder)
+  by_name = {name: entry for entry, name in stored_names(reader, cfg)}
+  leaves = {}
+  for name in reader.in_shard_order(list(by_name)):
+    entry = by_name[name]
+    dtype = np.float32 if tensors.is_floating(reader.dtype(name)) else None
+    value = reader.read(name, dtype=dtype, transposed=entry.transposed)
+    if entry.stored == "int64":
+      value = value.astype(np.int32)
+    leaves[entry.path] = jnp.asarray(value)
+  # In the order of the entries, which is that of a fresh drafter's tree.
+  tree = names.assemble({e.path: leaves[e.path] for e in by_name.values()})
+  loaded = DrafterCheckpoint(tree["params"], tree.get("buffers", {}), cfg)
+  _check_vocabulary(loaded.buffers, cfg, folder)
+  return loaded
+
+
+def _check_vocabulary(
+  buffers: PyTree, cfg: configs.DrafterConfig, folder: pathlib.Path
+) -> None:
+  """ValueError unless d2t names different tokens of the target, as t2d does."""
+  if cfg.draft_vocab_size is None:
+    return
+  ids = np.arange(cfg.draft_vocab_size) + np.asarray(buffers["d2t"])
+  inside = (ids >= 0) & (ids < cfg.vocab_size)
+  if not inside.all() or len(np.unique(ids)) != len(ids):
+    raise ValueError(
+      f"{folder}: d2t does not name draft_vocab_size={cfg.draft_vocab_size}"
+      f" different tokens below vocab_size={cfg.vocab_size}"
+    )
+  if "t2d" in buffers:
+    named = np.zeros(cfg.vocab_size, bool)
+    named[ids] = True
+    if not np.array_equal(named, np.asarray(buffers["t2d"])):
+      raise ValueError(f"{folder}: d2t and t2d name different tokens")
 
 
 def save_drafter(
@@ -205,16 +164,68 @@ def save_drafter(
   cfg: configs.DrafterConfig,
   *,
   dtype: str = "float32",
+  form: str | None = None,
+  target_name: str | None = None,
+  max_shard_bytes: int = tensors.MAX_SHARD_BYTES,
 ) -> None:
-  """Writes config.json and model.safetensors in the released names."""
-  method = methods.drafter(cfg)
+  """Writes a drafter in a released form, in one step (`tensors.replacing`).
+
+  Args:
+    folder: what is there is replaced; its other files (tokenizer) stay.
+    params: trainable tree, unrolled layers.
+    buffers: as `DrafterCheckpoint.buffers`.
+    cfg: of the drafter.
+    dtype: of floating tensors; "bfloat16" gives back a bfloat16 file bit by
+      bit.
+    form: key of `drafter_formats.FORMS`; None takes the method's first one.
+    target_name: as in `drafter_config.to_json`.
+    max_shard_bytes: as in `tensors.write_tensors`.
+
+  Raises:
+    ValueError: the form has no place for this drafter, or a full disk.
+  """
+  has_tables = bool({"embed_tokens", "lm_head"} & set(buffers))
+  config = drafter_config.to_json(
+    cfg, form, has_tables=has_tables, target_name=target_name
+  )
   tree = {"params": params, "buffers": buffers}
-  arrays = names.export(jax.device_get(tree), method.entries(cfg))
+  arrays: dict[str, tensors.Source] = {**names.lazy_export(tree, entries(cfg))}
   if "transfer_codes" in arrays:
-    arrays["transfer_ready"] = np.asarray(True)
-  tensors.write_tensors(folder, arrays, dtype=dtype)
-  config = drafter_json(cfg) | {"dtype": dtype}
-  hf_config.write_json(pathlib.Path(folder) / "config.json", config)
+    arrays[FLAG] = np.asarray(True)
+  with tensors.replacing(folder) as fresh:
+    tensors.write_tensors(
+      fresh, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
+    hf_config.write_json(fresh / "config.json", config | {"dtype": dtype})
+
+
+def without_copies(
+  loaded: DrafterCheckpoint, tables: contract.TargetTables
+) -> DrafterCheckpoint:
+  """The drafter without tables that are the target's, to have them only once.
+
+  Tables that differ stay, and the drafter computes with them.
+  """
+  targets = {"embed_tokens": tables.embedding, "lm_head": tables.head}
+  buffers = {
+    name: value
+    for name, value in loaded.buffers.items()
+    if name not in targets
+    or not bool(jnp.array_equal(value, targets[name].astype(value.dtype)))
+  }
+  return loaded._replace(buffers=buffers)
+
+
+def for_target(
+  cfg: configs.DrafterConfig, target: configs.TargetConfig
+) -> configs.DrafterConfig:
+  """A drafter's configuration with what only its target can tell.
+
+  Raises:
+    ValueError: as `check_fits`.
+  """
+  check_fits(cfg, target)
+  return dataclasses.replace(cfg, num_target_layers=target.num_layers)
 
 
 def check_fits(
@@ -226,8 +237,9 @@ def check_fits(
     ("hidden_size", cfg.hidden_size, target.hidden_size),
     ("num_target_layers", cfg.num_target_layers, target.num_layers),
   ):
-    if made_for != has:
+    if made_for is not None and made_for != has:
       raise ValueError(
         f"drafter was made for a target with {name}={made_for}, this target"
         f" has {has}"
       )
+  tapped_layers.check_tapped_layers(cfg.target_layer_ids, target.num_layers)

@@ -6,6 +6,10 @@ are drawn independently of each other. Published is a bidirectional block with
 cross-entropy; other objectives that the field uses are in `OBJECTIVES`, which
 DFlash2 applies to its unary logits.
 
+A drafter that comes with tables of its own (`buffers`) computes with them; its
+head may have rows for some tokens only, and then it proposes no others. Such
+drafters are decoded, not trained.
+
 The denominator is the same for all: the sum over the window of validity times
 position decay. D-PACE puts its own weights in the place of the decay, but they
 depend on the model. A denominator made of them would need a pass over all
@@ -13,6 +17,7 @@ micro-batches before the first gradient; so its loss is a sum in units of the
 plain weights, and a window of micro-batches still equals one large batch.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -60,12 +65,46 @@ def forward(
   cfg: configs.DrafterConfig,
 ) -> contract.DrafterOutput:
   """The parallel pass; see `contract.Drafter.forward`."""
-  del buffers
+  tables = own_embedding(buffers, tables)
   core = params["backbone"]
   h, _ = backbone.run_blocks(
     core, tables, inputs, backbone.plain(core), cfg=cfg
   )
   return contract.DrafterOutput(hidden=backbone.final_norm(core, h, cfg))
+
+
+def own_embedding(
+  buffers: PyTree, tables: contract.TargetTables
+) -> contract.TargetTables:
+  """The target's tables with the drafter's embedding, if it has one."""
+  own = buffers.get("embed_tokens", tables.embedding)
+  return dataclasses.replace(tables, embedding=own)
+
+
+def own_logits(
+  buffers: PyTree,
+  tables: contract.TargetTables,
+  hidden: Float[Array, "b m d"],
+  cfg: configs.DrafterConfig,
+) -> Float[Array, "b m v"]:
+  """Logits of the drafter's head if it has one, over the target's tokens.
+
+  Tokens outside of a reduced vocabulary get -inf, hence no mass in any law.
+  """
+  logits = model.head_logits(buffers.get("lm_head", tables.head), hidden)
+  if cfg.draft_vocab_size is None:
+    return logits
+  ids = jnp.arange(cfg.draft_vocab_size) + buffers["d2t"]
+  everywhere = jnp.full((*hidden.shape[:2], cfg.vocab_size), -jnp.inf)
+  return everywhere.at[..., ids].set(logits)
+
+
+def refuse_own_head(buffers: PyTree) -> None:
+  """ValueError in training: objectives score with the target's head."""
+  if "lm_head" in buffers:
+    raise ValueError(
+      "lm_head: a drafter with a head of its own is decoded here, not trained"
+    )
 
 
 def supervised(mask: jax.Array) -> jax.Array:
@@ -85,7 +124,8 @@ def loss(
   chunk_size: int,
 ) -> tuple[jax.Array, contract.LossReport]:
   """sum w objective / sum w (baselines, section 3.1)."""
-  del params, buffers
+  del params
+  refuse_own_head(buffers)
   rows = jax.tree.map(flatten_blocks, output.hidden[:, :, cfg.first_slot :])
   constants = jax.tree.map(flatten_blocks, loss_constants(supervision))
   total, sums = losses.chunked_sum(
@@ -213,8 +253,9 @@ def propose(
   forced: jax.Array | None = None,
 ) -> contract.Proposal:
   """Independent tokens from the block's logits: argmax, or sampled."""
-  del params, buffers, anchor_tokens
-  logits = model.head_logits(tables.head, output.hidden[:, 0, cfg.first_slot :])
+  del params, anchor_tokens
+  hidden = output.hidden[:, 0, cfg.first_slot :]
+  logits = own_logits(buffers, tables, hidden, cfg)
   if kind == "greedy":
     return contract.Proposal(tokens=sampling.argmax(logits))
   q = sampling.probabilities(logits, sampling_cfg)

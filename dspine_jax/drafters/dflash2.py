@@ -66,7 +66,7 @@ def forward(
   cfg: configs.DrafterConfig,
 ) -> contract.DrafterOutput:
   """The parallel pass; the context does not pass the convolutions."""
-  del buffers
+  tables = dflash.own_embedding(buffers, tables)
   core = params["backbone"]
   variant = backbone.plain(core)._replace(
     layer_params=params["convolutions"]["layers"],
@@ -132,7 +132,7 @@ def loss(
   chunk_size: int,
 ) -> tuple[jax.Array, contract.LossReport]:
   """(sum w objective + alpha sum w covered CE_selector) / sum w (4.4)."""
-  del buffers
+  dflash.refuse_own_head(buffers)
   selector = params["selector"]
   # Looked up here, so that a chunk's gradient is no [V, R] array for it.
   before = selector["predecessor_codebook"][supervision.predecessors]
@@ -234,10 +234,11 @@ def propose(
   forced: jax.Array | None = None,
 ) -> contract.Proposal:
   """Candidates, pair scores, walk; kinds as in `candidates.propose`."""
-  del buffers
   options = options_of(cfg)
   hidden = output.hidden[:, 0, cfg.first_slot :]
-  logits = unary_logits(model.head_logits(tables.head, hidden), options)
+  logits = unary_logits(
+    dflash.own_logits(buffers, tables, hidden, cfg), options
+  )
 
   def scores_of(predecessors, ids):
     unary = jnp.take_along_axis(logits, ids, axis=-1)

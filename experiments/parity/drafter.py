@@ -21,7 +21,7 @@ from dspine_jax.drafters import backbone, contract, methods
 from dspine_jax.target import model
 from dspine_jax.training import anchors, losses
 from dspine_jax.typing import Params, PyTree
-from experiments.parity import report
+from experiments.parity import exported, report
 from experiments.parity import target as target_parity
 
 # Blocks a chunk of the loss: small and odd, so that most sets have several
@@ -87,7 +87,7 @@ def load(folder: report.Folder) -> Case:
       drafter and target do not fit together.
   """
   target = target_parity.load_beside(folder.path)
-  loaded = drafter_folder.load_drafter(folder.path)
+  loaded = exported.through_all(drafter_folder.load_drafter(folder.path))
   drafter_folder.check_fits(loaded.cfg, target.cfg)
   cfg, inputs = _as_recorded(loaded.cfg, folder.outputs), folder.inputs
   tokens = inputs["input_ids"]

@@ -11,7 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from dspine_jax import kv_cache, layers
-from dspine_jax.checkpoints import drafter_folder, hf_config, target_folder
+from dspine_jax.checkpoints import drafter_config, hf_config, target_folder
 from dspine_jax.drafters import methods
 from dspine_jax.target import model, tapped_layers
 from experiments.parity import report
@@ -126,7 +126,7 @@ def _drafters_taps(folder, target, taps):
   for name in methods.DRAFTERS:
     path = folder.path.parent / name / "config.json"
     if path.exists():
-      cfg = drafter_folder.drafter_config(hf_config.read_json(path), path)
+      cfg = drafter_config.from_json(hf_config.read_json(path), path)
       answers.append(cfg.target_layer_ids)
   if not answers:
     rule = tapped_layers.tapped_layers(target.cfg.num_layers, len(taps))

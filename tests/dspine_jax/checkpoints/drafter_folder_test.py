@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from dspine_jax import configs
-from dspine_jax.checkpoints import drafter_folder, hf_config, names, tensors
+from dspine_jax import configs, rope_scaling
+from dspine_jax.checkpoints import (
+  drafter_config,
+  drafter_folder,
+  hf_config,
+  names,
+  tensors,
+)
 from dspine_jax.drafters import methods
 from tests import tiny_models
 
@@ -61,6 +67,8 @@ PARSED_8B = configs.DrafterConfig(
   mask_token_id=151669,
   target_layer_ids=(1, 9, 17, 25, 33),
   num_target_layers=36,
+  bos_token_id=151643,
+  eos_token_ids=(151645,),
   dflash=configs.DFlashOptions(),
 )
 
@@ -92,28 +100,28 @@ def test_sliding_layers_are_read_with_their_convention(more, convention):
       sliding_window=2048,
       sliding_window_convention=convention,
     )
-  assert drafter_folder.drafter_config(DFLASH_8B | SLIDING | more) == want
+  assert drafter_config.from_json(DFLASH_8B | SLIDING | more) == want
 
 
 def test_layer_types_are_enough_for_a_window():
   config = DFLASH_8B | SLIDING
   del config["use_sliding_window"]
-  got = drafter_folder.drafter_config(config)
-  assert got == drafter_folder.drafter_config(DFLASH_8B | SLIDING)
+  got = drafter_config.from_json(config)
+  assert got == drafter_config.from_json(DFLASH_8B | SLIDING)
 
 
 def test_a_released_dflash_config_parses_to_its_values():
-  assert drafter_folder.drafter_config(DFLASH_8B) == PARSED_8B
+  assert drafter_config.from_json(DFLASH_8B) == PARSED_8B
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_dspine_config_without_options_takes_the_released_ones(tied):
-  # Whether the target ties its embeddings does not concern the drafter.
   config = DSPINE_8B | {"tie_word_embeddings": tied}
   want = dataclasses.replace(
     PARSED_8B,
     method="dspine",
     is_causal=True,
+    tie_embeddings=tied,
     dflash=None,
     dspine=configs.DSpineOptions(
       transfer_rank=1024,
@@ -133,38 +141,38 @@ def test_a_dspine_config_without_options_takes_the_released_ones(tied):
       readout_init="principal",
     ),
   )
-  assert drafter_folder.drafter_config(config) == want
+  assert drafter_config.from_json(config) == want
   empty = config | {"dspine_config": {}}
-  assert drafter_folder.drafter_config(empty) == want
+  assert drafter_config.from_json(empty) == want
   one = config | {"dspine_config": {"top_k": 8}}
-  got = drafter_folder.drafter_config(one).dspine
+  got = drafter_config.from_json(one).dspine
   assert got == dataclasses.replace(want.dspine, top_k=8)
 
 
 def test_missing_taps_and_block_size_take_the_rule_and_sixteen():
   config = DFLASH_8B | {"dflash_config": {"mask_token_id": 151669}}
   del config["block_size"]
-  got = drafter_folder.drafter_config(config)
+  got = drafter_config.from_json(config)
   assert got == PARSED_8B
 
 
 def test_newer_files_keep_the_block_size_in_the_nested_config():
   config = {k: v for k, v in DFLASH_8B.items() if k != "block_size"}
   config["dflash_config"] = DFLASH_8B["dflash_config"] | {"block_size": 8}
-  got = drafter_folder.drafter_config(config)
+  got = drafter_config.from_json(config)
   assert got.block_size == 8 and got.decay_gamma == 4
 
 
 @pytest.mark.parametrize(
   ("changes", "match"),
   [
-    ({"architectures": ["EagleModel"]}, r"architectures=\['EagleModel'\]"),
+    ({"architectures": ["GptModel"]}, r"architectures=\['GptModel'\]"),
     ({"architectures": None}, "architectures=None is not one of"),
     ({"architectures": []}, r"architectures=\[\] is not one of"),
     ({"num_target_layers": None}, "key 'num_target_layers' is missing"),
     ({"head_dim": None}, "key 'head_dim' is missing"),
     ({"dflash_config": None}, "key 'mask_token_id' is missing"),
-    ({"attention_bias": True}, "attention_bias=True is not implemented"),
+    ({"attention_bias": True}, "attention_bias=true: draft layers"),
     (
       {"use_sliding_window": True, "layer_types": None},
       "use_sliding_window=true needs layer_types",
@@ -188,8 +196,8 @@ def test_newer_files_keep_the_block_size_in_the_nested_config():
       "sliding_window_convention='vllm': not in",
     ),
     (
-      {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-      "rope scaling 'yarn' is not implemented",
+      {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+      "rope.* 'dynamic' is not",
     ),
     (
       {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 35]}},
@@ -208,13 +216,13 @@ def test_newer_files_keep_the_block_size_in_the_nested_config():
 )
 def test_an_impossible_config_is_refused_with_its_file(changes, match):
   with pytest.raises(ValueError, match=f"^some/config.json: .*{match}"):
-    drafter_folder.drafter_config(DFLASH_8B | changes, "some/config.json")
+    drafter_config.from_json(DFLASH_8B | changes, "some/config.json")
 
 
 def test_a_refused_config_names_its_file_once():
   config = {k: v for k, v in DFLASH_8B.items() if k != "vocab_size"}
   with pytest.raises(ValueError, match="vocab_size") as info:
-    drafter_folder.drafter_config(config, "some/config.json")
+    drafter_config.from_json(config, "some/config.json")
   assert str(info.value).count("some/config.json") == 1
 
 
@@ -229,7 +237,7 @@ def test_a_refused_config_names_its_file_once():
 def test_impossible_dspine_options_are_refused_with_their_file(options, match):
   config = DSPINE_8B | {"dspine_config": options}
   with pytest.raises(ValueError, match=f"^some/config.json: .*{match}"):
-    drafter_folder.drafter_config(config, "some/config.json")
+    drafter_config.from_json(config, "some/config.json")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +245,10 @@ def test_impossible_dspine_options_are_refused_with_their_file(options, match):
   [
     {},
     {"is_causal": True, "block_size": 8, "decay_gamma": 4.0},
-    {"rope_scaling": configs.RopeScaling(factor=4.0), "rms_norm_eps": 1e-5},
+    {
+      "rope_scaling": rope_scaling.Llama3Scaling(factor=4.0),
+      "rms_norm_eps": 1e-5,
+    },
     {"decay_gamma": 3.5},
     {"sample_from_anchor": True},
     {"dflash": {"objective": "d_pace", "d_pace_alpha": 0.25}},
@@ -249,8 +260,8 @@ def test_a_written_config_is_read_back_unchanged(changes):
   cfg = tiny_models.drafter_config("dflash", **({"block_size": 16} | changes))
   if "decay_gamma" not in changes:
     cfg = dataclasses.replace(cfg, decay_gamma=7.0)
-  text = json.dumps(drafter_folder.drafter_json(cfg))
-  assert drafter_folder.drafter_config(json.loads(text)) == cfg
+  text = json.dumps(drafter_config.to_json(cfg))
+  assert drafter_config.from_json(json.loads(text)) == cfg
 
 
 def released_names(num_layers):
@@ -289,7 +300,7 @@ def test_five_layers_have_the_58_released_tensors():
 
 
 def test_dspine_adds_its_injection_and_codes_to_the_58():
-  cfg = drafter_folder.drafter_config(DSPINE_8B)
+  cfg = drafter_config.from_json(DSPINE_8B)
   entries = methods.drafter(cfg).entries(cfg)
   assert {e.name for e in entries} == released_names(5) | dspine_names(5)
   assert len(entries) == 58 + 3 + 1 + 2 * 5 + 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dspine_jax import configs
-from dspine_jax.checkpoints import drafter_folder, drafter_formats, tensors
+from dspine_jax.checkpoints import drafter_config, drafter_folder, tensors
 from dspine_jax.drafters import methods
 from tests import tiny_models
 
@@ -95,7 +95,7 @@ SHARED = configs.DrafterConfig(
 
 
 def parse(config):
-  return drafter_folder.drafter_config(config)
+  return drafter_config.from_json(config)
 
 
 def test_released_configs_parse_to_their_values():
@@ -171,7 +171,7 @@ def test_the_projector_type_decides_over_dflash_s_architecture(projector):
 )
 def test_impossible_configs_are_refused_with_their_file(config, match):
   with pytest.raises(ValueError, match=f"^some/config.json: .*{match}"):
-    drafter_folder.drafter_config(config, "some/config.json")
+    drafter_config.from_json(config, "some/config.json")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -197,7 +197,7 @@ def test_every_option_is_written_and_read_back(method):
       cfg = tiny_models.drafter_config(
         method, sample_from_anchor=shift, decay_gamma=3.5, **{method: options}
       )
-      text = json.dumps(drafter_folder.drafter_json(cfg))
+      text = json.dumps(drafter_config.to_json(cfg))
       assert parse(json.loads(text)) == cfg
 
 
@@ -207,22 +207,19 @@ def test_causality_and_windows_are_written_and_read_back(method, is_causal):
   for convention in (None, *tiny_models.WINDOWS):
     changes = {} if convention is None else tiny_models.windowed(convention)
     cfg = tiny_models.drafter_config(method, is_causal=is_causal, **changes)
-    written = drafter_folder.drafter_json(cfg)
-    assert written["is_causal"] == is_causal
+    written = drafter_config.to_json(cfg)
+    usual = configs.conventions(method).is_causal
+    assert written.get("is_causal", usual) == is_causal
     assert written["use_sliding_window"] == bool(changes)
-    forms = [written]
-    if method == "dspark":
-      forms.append(drafter_formats.nest_dspark(written))
-    for form in forms:
-      assert parse(json.loads(json.dumps(form))) == cfg
+    assert parse(json.loads(json.dumps(written))) == cfg
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_file_that_does_not_tell_its_causality_has_the_methods(method):
   cfg = tiny_models.drafter_config(method)
   for change in ({}, {"is_causal": None}):
-    written = drafter_folder.drafter_json(cfg)
-    del written["is_causal"]
+    written = drafter_config.to_json(cfg)
+    written.pop("is_causal", None)
     assert parse(written | change) == cfg
 
 
@@ -245,7 +242,9 @@ def test_a_released_dflash2_slides_in_all_layers():
 @pytest.mark.parametrize("method", sorted(RELEASED))
 def test_written_configs_have_the_released_keys(method):
   cfg = parse(RELEASED[method])
-  written = drafter_folder.drafter_json(cfg)
+  written = drafter_config.to_json(
+    cfg, "deepspec" if method == "dspark" else "specforge"
+  )
 
   def check(theirs, ours):
     for key, value in theirs.items():
@@ -261,7 +260,7 @@ def test_written_configs_have_the_released_keys(method):
 
 def test_dspark_s_config_can_be_written_as_specforge_nests_it():
   cfg = dataclasses.replace(parse(DSPARK), decay_gamma=3.0)
-  nested = drafter_formats.nest_dspark(drafter_folder.drafter_json(cfg))
+  nested = drafter_config.to_json(cfg, "specforge")
   assert nested["architectures"] == ["DSparkDraftModel"]
   own = nested["dflash_config"]
   assert own["projector_type"] == "dspark"

@@ -37,6 +37,17 @@ def test_a_file_gives_what_the_hugging_face_folder_gives(cfg, tmp_path):
   assert {x.dtype for x in jax.tree.leaves(got.params)} == {jnp.float32.dtype}
 
 
+def test_a_file_may_be_loaded_in_bfloat16(tmp_path):
+  file = gguf.read(tiny_gguf.write(tmp_path / "t.gguf", UNTIED))
+  got, want = gguf.load_target(file, dtype="bfloat16"), gguf.load_target(file)
+  assert got.cfg.dtype == "bfloat16"
+  for a, b in zip(
+    jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True
+  ):
+    assert a.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
+
+
 def rotate_neighbours(x, position, theta):
   """RoPE as the file means it: pairs (0, 1), (2, 3), ..."""
   angles = position * theta ** (-np.arange(0, len(x), 2) / len(x))
