@@ -3,12 +3,14 @@
 `render` fills in a model's own chat template, a Jinja program, in the sandbox
 and with the settings that Hugging Face uses; `encode_chat` tokenises the
 result. What the template adds, such as a default system prompt, stays.
+`transcripts` tells what of a finished conversation the assistant said, by
+comparing texts that the template makes: no markup is known here.
 """
 
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.sandbox
@@ -90,3 +92,56 @@ def encode_chat(
   return np.asarray(
     tokenizer.encode(text, add_special_tokens=False).ids, np.int32
   )
+
+
+class Transcript(NamedTuple):
+  """A text as the target reads it while it answers.
+
+  Attributes:
+    text: all of it.
+    said: (start, end) in the text for each answer: what follows the prompt,
+      with whatever the template writes behind the answer's content.
+  """
+
+  text: str
+  said: tuple[tuple[int, int], ...]
+
+
+def transcripts(
+  template: str, messages: Sequence[Message], **options: Any
+) -> list[Transcript]:
+  """A conversation as the texts in which its answers are given.
+
+  Every answer follows the prompt that the template makes of the messages before
+  it. Where that text goes on to the next answer's, one transcript holds both. A
+  template may write an earlier answer otherwise (Qwen3 opens the last one with
+  an empty thought, the ones before it not): then each answer has a transcript
+  of its own, with the history that the target would meet.
+
+  Args:
+    template: as in `render`.
+    messages: with at least one answer.
+    **options: of `render`, less `add_generation_prompt`.
+
+  Raises:
+    ValueError: as `render`, or the text with an answer does not begin with the
+      prompt of that answer.
+  """
+  found: list[Transcript] = []
+  for index, message in enumerate(messages):
+    if message["role"] != "assistant":
+      continue
+    prompt, whole = (
+      render(template, messages[:end], add_generation_prompt=opens, **options)
+      for end, opens in ((index, True), (index + 1, False))
+    )
+    if not whole.startswith(prompt):
+      raise ValueError(
+        f"chat template: message {index + 1}: with the answer the text does not"
+        " begin as its prompt, thinking off (does the answer hold thoughts?)"
+      )
+    said = ((len(prompt), len(whole)),)
+    if found and whole.startswith(found[-1].text):
+      said = found.pop().said + said
+    found.append(Transcript(whole, said))
+  return found

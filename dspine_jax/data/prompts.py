@@ -1,16 +1,17 @@
 """Prompts: token windows cut from text files, and files of user turns.
 
 Of text, training prompts come from training files, evaluation prompts from
-held-out ones; a prompt never crosses the end of a file. A file of turns has one
-JSON object a line, whose `turns` are a user's, in order; what the target reads
+held-out ones; a prompt never crosses the end of a file. Turns are what users
+say, in order, in a file of conversations (`data.chats`); what the target reads
 of them is the matter of its chat template (`data.chat`).
 """
 
-import json
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
+
+from dspine_jax.data import chats
 
 
 def cut_prompts(
@@ -47,31 +48,24 @@ def cut_prompts(
 
 
 def read_turns(path: pathlib.Path | str) -> list[list[str]]:
-  """The user turns of each line of a JSONL file.
+  """The user turns of each conversation of a JSONL file.
+
+  Of files that hold answers, too (`chats.read`), these are left out: they are
+  to be the target's own.
 
   Raises:
-    ValueError: naming file and line: no such file, no JSON, no `turns`, or an
-      empty file.
+    ValueError: naming file and line, as `chats.read`, or a message that neither
+      a user nor the assistant said, since turns alone do not hold it.
   """
-  try:
-    # Not splitlines: texts may hold the other separators of Unicode.
-    lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
-  except (OSError, UnicodeDecodeError) as error:
-    raise ValueError(f"{path}: cannot be read ({error})") from None
   conversations = []
-  for number, line in enumerate(lines, start=1):
-    if not line.strip():
-      continue
-    try:
-      turns = json.loads(line)["turns"]
-    except (ValueError, KeyError, TypeError) as error:
+  for found in chats.read(path):
+    others = {m["role"] for m in found.messages} - {"user", "assistant"}
+    if others:
       raise ValueError(
-        f"{path}: line {number}: no JSON object with `turns` ({error!r})"
-      ) from None
-    is_list = isinstance(turns, list) and bool(turns)
-    if not is_list or not all(isinstance(turn, str) for turn in turns):
-      raise ValueError(f"{path}: line {number}: turns={turns!r} are no texts")
-    conversations.append(turns)
-  if not conversations:
-    raise ValueError(f"{path}: no prompt in it")
+        f"{found.place}: a message of role {min(others)}; only what users say"
+        " is asked"
+      )
+    conversations.append(
+      [m["content"] for m in found.messages if m["role"] == "user"]
+    )
   return conversations

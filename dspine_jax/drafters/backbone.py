@@ -87,8 +87,12 @@ def sight(
   """What a layer sees; its index is traced where layers are scanned."""
   visible = jnp.where(inputs.keep, inputs.anchors, 0)
   own = attention_masks.in_block(cfg.block_size, is_causal=cfg.is_causal)
+  origins = inputs.origins
   if cfg.sliding_window is None:
-    return Sight(visible, None, own)
+    starts = None
+    if origins is not None:
+      starts = jnp.broadcast_to(origins[..., None], inputs.tokens.shape)
+    return Sight(visible, starts, own)
   name = cfg.sliding_window_convention
   starts = attention_masks.window_starts(
     inputs.anchors, cfg.block_size, cfg.sliding_window, name
@@ -98,9 +102,10 @@ def sight(
     cfg.block_size, is_causal=cfg.is_causal or convention.is_causal
   )
   slides = jnp.asarray(attention_masks.sliding(cfg.layer_types))[index]
-  return Sight(
-    visible, jnp.where(slides, starts, 0), jnp.where(slides, sliding_own, own)
-  )
+  starts = jnp.where(slides, starts, 0)
+  if origins is not None:
+    starts = jnp.maximum(starts, origins[..., None])
+  return Sight(visible, starts, jnp.where(slides, sliding_own, own))
 
 
 class DraftLayer(nn.Module):
@@ -254,7 +259,10 @@ def run_blocks(
   ids = noise_ids(inputs.tokens, inputs.keep, cfg.mask_token_id)
   h = jax.lax.stop_gradient(tables.embedding)[ids].astype(cfg.dtype)
   offsets = jnp.arange(cfg.block_size)[None, None, :]
-  rope = _rope(inputs.anchors[..., None] + offsets, cfg)
+  positions = inputs.anchors
+  if inputs.origins is not None:
+    positions = positions - inputs.origins
+  rope = _rope(positions[..., None] + offsets, cfg)
   layer = DraftLayer(cfg)
 
   def step(layer_params, h, per_layer):

@@ -34,20 +34,36 @@ class TrainBatch:
     loss_mask: [B, S] bool, True on answer tokens only.
     context_features: [B, S, taps * D], outputs of the tapped layers.
     last_hidden: [B, S, D], the target's final-normed states.
+    documents: [B, S] int32, position of the first token of the document that a
+      position belongs to; None where every row is one document.
   """
 
   tokens: Int[Array, "*a b t"]
   loss_mask: jax.Array
   context_features: Float[Array, "*a b t taps_d"]
   last_hidden: Float[Array, "*a b t d"]
+  documents: Int[Array, "*a b t"] | None = None
 
 
 def sample_anchors(
-  key: Key, loss_mask: jax.Array, num_anchors: int
+  key: Key,
+  loss_mask: jax.Array,
+  num_anchors: int,
+  documents: Int[Array, "b t"] | None = None,
 ) -> tuple[Anchors, BlockKeep]:
-  """Anchors [B, N], ascending, and which of them are real."""
+  """Anchors [B, N], ascending, and which of them are real.
+
+  Args:
+    key: of the draw.
+    loss_mask: [B, S].
+    num_anchors: N, of a row, however many documents are packed into it.
+    documents: as in `TrainBatch`; the token behind an anchor is of its own.
+  """
   next_mask = jnp.pad(loss_mask[:, 1:], ((0, 0), (0, 1)))
   candidate = loss_mask.astype(bool) & next_mask.astype(bool)
+  if documents is not None:
+    following = jnp.pad(documents[:, 1:], ((0, 0), (0, 1)))
+    candidate = candidate & (documents == following)
   # The N candidates with the largest random scores are a uniform subset.
   scores = jax.random.uniform(key, loss_mask.shape)
   scores = jnp.where(candidate, scores, -1.0)
@@ -64,12 +80,37 @@ def sample_anchors(
 
 
 def block_tokens(
-  tokens: Tokens, anchors: Anchors, block_size: int
+  tokens: Tokens,
+  anchors: Anchors,
+  block_size: int,
+  documents: Int[Array, "b t"] | None = None,
 ) -> BlockTokens:
-  """True token of each slot, [B, N, K]; clipped at the row's last token."""
-  return _gather(
-    tokens, anchors[..., None] + jnp.arange(block_size)[None, None]
-  )
+  """True token of each slot, [B, N, K]; clipped at the row's last token.
+
+  Behind the end of a document of a packed row the token is 0, as it is behind
+  the end of a row that is padded.
+  """
+  positions = anchors[..., None] + jnp.arange(block_size)[None, None]
+  found = _gather(tokens, positions)
+  if documents is None:
+    return found
+  return jnp.where(_of_one_document(documents, anchors, positions), found, 0)
+
+
+def origins(
+  anchors: Anchors, documents: Int[Array, "b t"] | None
+) -> Anchors | None:
+  """Where the documents of the anchors begin; None for rows of one each."""
+  if documents is None:
+    return None
+  return _gather(documents, anchors[..., None])[..., 0]
+
+
+def token_positions(batch: TrainBatch) -> Tokens:
+  """Position of every token in its own document, [B, S]."""
+  length = batch.tokens.shape[1]
+  places = jnp.broadcast_to(jnp.arange(length)[None], batch.tokens.shape)
+  return places if batch.documents is None else places - batch.documents
 
 
 def supervise(
@@ -94,6 +135,8 @@ def supervise(
   length = batch.tokens.shape[1]
   mask = _gather(batch.loss_mask.astype(bool), positions)
   mask = mask & (positions < length) & keep[..., None]
+  if batch.documents is not None:
+    mask = mask & _of_one_document(batch.documents, anchors, positions)
   valid = supervised_rule(mask)
   decay = losses.position_decay(cfg.num_proposals, cfg.decay_gamma)
   before = positions - 1
@@ -106,6 +149,13 @@ def supervise(
       batch.last_hidden, jnp.minimum(positions, length - 1) - 1
     ),
   )
+
+
+def _of_one_document(documents, anchors, positions) -> jax.Array:
+  """Whether positions [B, N, P] before the end of the row are the anchor's."""
+  own = _gather(documents, anchors[..., None])
+  same = _gather(documents, positions) == own
+  return same & (positions < documents.shape[1])
 
 
 def _gather(values: jax.Array, positions: Int[Array, "b n p"]) -> jax.Array:

@@ -49,7 +49,9 @@ def overlaps(
     The overlaps [B * N, P], and which slots lie in the answer.
   """
   cfg, tables = drafter.cfg, target.tables
-  draws = step_lib.draw(key, batch.loss_mask, num_anchors, None)
+  draws = step_lib.draw(
+    key, batch.loss_mask, num_anchors, None, batch.documents
+  )
   supervision = anchors.supervise(
     batch, draws.anchors, draws.keep, _up_to_the_first_hole, cfg=cfg
   )

@@ -150,7 +150,7 @@ def test_every_parameter_of_the_backbone_is_random_or_one():
 
 
 def test_draft_layers_norm_queries_and_keys_whatever_the_target_does():
-  target = tiny_models.target_config(qk_norm=False, num_layers=6)
+  target = tiny_models.target_config(model_type="llama", num_layers=6)
   cfg = configs.drafter_for(target, "dflash", num_layers=2, mask_token_id=0)
   shapes = jax.eval_shape(lambda: backbone.init(jax.random.key(0), cfg))
   assert "q_norm" in shapes["layers"][0]["self_attn"]
