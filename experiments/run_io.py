@@ -1,28 +1,25 @@
 """What a run leaves on disk and shows in the terminal.
 
 Library code is pure, so everything that touches files, clocks and streams is
-here: the work directory with its provenance, the metrics file, the progress
-line, tables, and the wrapper that turns a user's mistake into one line. A run
-must be explainable from its directory alone: which command, which code, which
-versions, which device.
+here: the work directory, the metrics file, the progress line, tables, and the
+wrapper that turns a user's mistake into one line. A run must be explainable
+from its directory alone: which command, which code, which versions, which
+device (`provenance`). One run is in a directory at a time (`work_lock`), and in
+a run of several processes only the first writes there.
 
 Not here: checkpoints (`dspine_jax.checkpoints`) and any decision of a run.
 """
 
 import contextlib
 import dataclasses
-import datetime
 import enum
-import importlib.metadata
 import json
 import math
 import operator
 import os
 import pathlib
-import platform
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +30,7 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+from experiments import disk_errors, event_file, provenance, work_lock
 
 type Rows = Sequence[Sequence[Any]]
 
@@ -84,7 +81,7 @@ def _replace_file(path: pathlib.Path, text: str) -> None:
   # Not `tempfile`: its files are private (0600) and would stay so.
   partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   try:
-    with partial.open("w", encoding="utf-8") as file:
+    with disk_errors.naming(path), partial.open("w", encoding="utf-8") as file:
       file.write(text)
       file.flush()
       os.fsync(file.fileno())
@@ -99,6 +96,7 @@ class WorkDir:
 
   Attributes:
     path: the directory, which exists and can be written.
+    writes: whether this process writes there: the first of the run's does.
     config: the settings of the run, checked when it is resumed.
     command: the command lines, one for each start of the run.
     provenance: code, versions and device of the latest start.
@@ -106,6 +104,7 @@ class WorkDir:
   """
 
   path: pathlib.Path
+  writes: bool = True
 
   @property
   def config(self) -> pathlib.Path:
@@ -129,6 +128,9 @@ def open_work_dir(
 ) -> WorkDir:
   """Makes the directory of a run, or enters it again, and records the start.
 
+  The directory is this process's until `run_app` ends. Of a run of several
+  processes (`jax.process_index`) the first does all this, the others nothing.
+
   Args:
     path: the value of the flag `--work_dir`.
     config: everything that decides the run's result. Leave out what may change
@@ -138,19 +140,24 @@ def open_work_dir(
       anew and overwrites config, command and provenance.
 
   Raises:
-    ValueError: the directory cannot be made or written, or holds the run of
-      another config.
+    ValueError: the directory cannot be made or written, another process is at
+      work in it, or it holds the run of another config.
   """
   if not path:
     raise ValueError("--work_dir must name a directory")
-  work_dir = WorkDir(path=pathlib.Path(path))
+  work_dir = WorkDir(path=pathlib.Path(path), writes=jax.process_index() == 0)
+  if not work_dir.writes:
+    return work_dir
   _require_writable(work_dir.path)
   if resume and work_dir.config.exists():
     _require_same_config(work_dir, config)
   write_json(work_dir.config, config)
-  with work_dir.command.open("a" if resume else "w", encoding="utf-8") as file:
+  with (
+    disk_errors.naming(work_dir.command),
+    work_dir.command.open("a" if resume else "w", encoding="utf-8") as file,
+  ):
     file.write(shlex.join(argv) + "\n")
-  write_json(work_dir.provenance, _provenance())
+  write_json(work_dir.provenance, provenance.collect())
   return work_dir
 
 
@@ -158,6 +165,7 @@ def _require_writable(path: pathlib.Path) -> None:
   # Permission bits say little (root, read-only mounts, full disks): write.
   try:
     path.mkdir(parents=True, exist_ok=True)
+    work_lock.hold(path)
     with tempfile.TemporaryFile(dir=path) as file:
       file.write(b"x")
   except OSError as error:
@@ -197,48 +205,6 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, str]:
   return flat
 
 
-def _provenance() -> dict[str, Any]:
-  now = datetime.datetime.now(datetime.UTC)
-  packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
-  return {
-    "date": now.isoformat(timespec="seconds"),
-    "git": _git_state(pathlib.Path(__file__).resolve().parent.parent),
-    "versions": {"python": platform.python_version(), **packages},
-    "system": platform.platform(),
-    **device_summary(),
-  }
-
-
-def _git_state(root: pathlib.Path) -> dict[str, Any] | None:
-  """Returns the revision of the checkout `root`; None if it is not one."""
-
-  def git(*args: str) -> str:
-    command = ["git", "-C", os.fspath(root), *args]
-    return subprocess.check_output(
-      command, text=True, timeout=60, stderr=subprocess.DEVNULL
-    )
-
-  try:
-    top, revision = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
-    changes = git("status", "--porcelain")
-  except (OSError, subprocess.SubprocessError):
-    return None
-  if pathlib.Path(top).resolve() != root.resolve():
-    return None  # An installed copy inside the checkout of something else.
-  return {"revision": revision, "dirty": bool(changes)}
-
-
-def device_summary() -> dict[str, Any]:
-  """Returns what JAX computes on; starts its backend if none has started."""
-  devices = jax.devices()
-  return {
-    "platform": devices[0].platform,
-    "device_kind": devices[0].device_kind,
-    "device_count": len(devices),
-    "cpu_count": os.cpu_count(),
-  }
-
-
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Reads a `metrics.jsonl`, less a last line that a killed run left torn.
 
@@ -260,22 +226,24 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
   """Appends scalars to `metrics.jsonl` and to TensorBoard, as a `with` block.
 
   Every line is flushed, so that a killed run loses one line at most. A run that
-  goes on at `start_step` first drops what it will write again.
+  goes on at `start_step` first drops what it will write again. In a process
+  that does not write (`WorkDir.writes`) it does nothing.
   """
 
   def __init__(self, work_dir: WorkDir, *, start_step: int = 0):
-    # Late: it is the one slow import here, and most scripts only read.
-    import tensorboardX
-
+    self._work_dir = work_dir
+    self._events: event_file.EventFile | None = None
+    if not work_dir.writes:
+      return
     kept: list[dict[str, Any]] = []
     if work_dir.metrics.exists() and start_step > 0:
       rows = read_metrics(work_dir.metrics)
       kept = [row for row in rows if row["step"] < start_step]
     _replace_file(work_dir.metrics, "".join(_json_line(row) for row in kept))
-    self._file = work_dir.metrics.open("a", encoding="utf-8")
-    self._tensorboard = tensorboardX.SummaryWriter(
-      os.fspath(work_dir.path / "tensorboard"), purge_step=start_step
+    self._events = event_file.EventFile(
+      work_dir.path / "tensorboard", start_step
     )
+    self._file = work_dir.metrics.open("a", encoding="utf-8")
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Writes the scalars of one step.
@@ -288,15 +256,20 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     if "step" in metrics:
       raise ValueError("metrics must not hold the name 'step'")
     values = {name: _scalar(name, value) for name, value in metrics.items()}
-    self._file.write(_json_line({"step": step, **values}))
-    self._file.flush()
-    for name, value in values.items():
-      self._tensorboard.add_scalar(name, value, step)
+    if self._events is None:
+      return
+    with disk_errors.naming(self._work_dir.metrics):
+      self._file.write(_json_line({"step": step, **values}))
+      self._file.flush()
+    self._events.write(step, values)
 
   def close(self) -> None:
     """Closes both files. May be called again."""
-    self._file.close()
-    self._tensorboard.close()
+    if self._events is None:
+      return
+    events, self._events = self._events, None
+    with contextlib.closing(events), disk_errors.naming(self._work_dir.metrics):
+      self._file.close()
 
   def __exit__(self, *exc_info: object) -> None:
     self.close()
@@ -465,9 +438,10 @@ def _cell(value: Any) -> str:
 def run_app(main: Callable[[Sequence[str]], Any]) -> None:
   """Runs `main` as absl does, with a user's mistake told in one line.
 
-  A `ValueError` from `main`, an unknown or invalid flag, or a stray argument
-  prints `error: ...` to stderr and exits with status 1. With DSPINE_TRACEBACK=1
-  in the environment, a `ValueError` shows where it came from.
+  A `ValueError` from `main`, a full or read-only disk (`disk_errors`), an
+  unknown or invalid flag, or a stray argument prints `error: ...` to stderr and
+  exits with status 1. With DSPINE_TRACEBACK=1 in the environment, such an error
+  shows where it came from. Work directories are given back.
 
   Args:
     main: takes what is left of the command line: the program's name.
@@ -480,10 +454,15 @@ def run_app(main: Callable[[Sequence[str]], Any]) -> None:
       if len(argv) > 1:
         raise ValueError(f"unexpected arguments: {shlex.join(argv[1:])}")
       return main(argv)
-    except ValueError as error:
-      if os.environ.get("DSPINE_TRACEBACK") == "1":
+    except Exception as error:
+      told = disk_errors.message(error)
+      if told is None and isinstance(error, ValueError):
+        told = str(error) or repr(error)
+      if told is None or os.environ.get("DSPINE_TRACEBACK") == "1":
         raise
-      _fail(str(error) or repr(error))
+      _fail(told)
+    finally:
+      work_lock.release_all()
 
   app.run(guarded, flags_parser=_parse_flags)
 

@@ -44,6 +44,8 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
+pytest_plugins = ("tests.small_disk",)
+
 
 def _modules_of_kernels() -> list[str]:
   """All but the Triton kernels, which Triton reads as text, names and all."""

@@ -4,9 +4,10 @@ A drafter learns what its target would say, so the text behind a prompt is
 replaced by the target's own continuation (temperature 0 or above).
 """
 
+import os
 import pathlib
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -94,6 +95,8 @@ def regenerate(
   seed: int,
   batch_size: int,
   progress: Callable[[int], None] = lambda tokens: None,
+  known: Mapping[int, Sequence[int]] | None = None,
+  finished: Callable[[int, list[int]], None] = lambda row, answer: None,
 ) -> AnswerSet:
   """Autoregressive answers to prompts.
 
@@ -107,13 +110,23 @@ def regenerate(
     seed: answer i is drawn with fold_in(key(seed), i), whatever the batch.
     batch_size: rows decoded together.
     progress: called with the number of new tokens after each batch.
+    known: answers of rows that are finished; a batch of them is not decoded
+      again. The others keep their batches: the result is the same to the bit.
+    finished: called with row and answer for each that was decoded.
   """
+  known = known or {}
   root = jax.random.key(seed)
   padded = pad_prompts(prompts)
   count, width = padded.tokens.shape
   starts, lengths = padded.prompt_lengths, padded.lengths
   tokens = np.pad(padded.tokens, ((0, 0), (0, decode.max_new_tokens)))
   for rows, fresh, size in batches_by_length(starts, batch_size, width):
+    own = [int(row) for row in rows[-fresh:]]
+    if all(row in known for row in own):
+      for row in own:
+        _set_answer(tokens, lengths, row, starts[row], known[row])
+      progress(sum(len(known[row]) for row in own))
+      continue
     keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.asarray(rows))
     out = generate.autoregressive(
       target,
@@ -123,9 +136,10 @@ def regenerate(
       keys=keys,
     )
     made, counts = np.asarray(out.tokens), np.asarray(out.num_tokens)
-    for row, start, answer in zip(rows, starts[rows], made, strict=True):
-      tokens[row, start : start + len(answer)] = answer
-    lengths[rows] = starts[rows] + counts
+    fresh_rows = zip(own, made[-fresh:], counts[-fresh:], strict=True)
+    for row, answer, size_new in fresh_rows:
+      finished(row, answer[:size_new].tolist())
+      _set_answer(tokens, lengths, row, starts[row], answer[:size_new])
     progress(int(np.sum(counts[-fresh:])))
   return AnswerSet(
     tokens=tokens,
@@ -133,6 +147,11 @@ def regenerate(
     lengths=lengths,
     temperatures=np.full((count,), decode.sampling.temperature, np.float32),
   )
+
+
+def _set_answer(tokens, lengths, row, start, answer) -> None:
+  tokens[row, start : start + len(answer)] = answer
+  lengths[row] = start + len(answer)
 
 
 def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -177,8 +196,14 @@ def save(path: pathlib.Path | str, answers: AnswerSet) -> None:
   """Writes a set as one .npz, atomically."""
   path = pathlib.Path(path)
   partial = path.with_suffix(".partial.npz")
-  np.savez(partial, **answers._asdict())
-  partial.replace(path)
+  try:
+    with partial.open("wb") as file:
+      np.savez(file, **answers._asdict())
+      file.flush()
+      os.fsync(file.fileno())
+    partial.replace(path)
+  finally:
+    partial.unlink(missing_ok=True)
 
 
 def load(path: pathlib.Path | str) -> AnswerSet:

@@ -1,13 +1,22 @@
-"""Lets a target answer prompts of text files or of users; parts are kept."""
+"""Lets a target answer prompts of text files or of users; parts are kept.
 
+Inside a part, every decoded batch is in a journal beside the part's file until
+that is written, so that a killed run goes on in the middle of a part.
+"""
+
+import dataclasses
+import hashlib
+import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from dspine_jax import configs
 from dspine_jax.data import answers as answers_lib
 from dspine_jax.data import corpus, prompts
+from dspine_jax.data import journal as journal_lib
 from experiments import run_io, targets
 
 
@@ -66,12 +75,14 @@ def answer_parts(
     )
 
   def part(name, files, count, temperature, part_seed):
-    def make():
+    def make(path):
       sampling = configs.SamplingConfig(temperature=temperature)
-      answer = _Answerer(
+      encoded = windows(files, count, part_seed)
+      with _Answerer(
         target, sampling, new_tokens, batch_size, part_seed, name, count
-      )
-      return answer(windows(files, count, part_seed))
+      ) as answer:
+        answer.keep_in(path, encoded.tolist())
+        return answer(encoded)
 
     return kept(folder / f"{name}.npz", make)
 
@@ -91,10 +102,14 @@ def read_conversations(
 ) -> tuple[list[list[str]], dict[str, list[list[str]]]]:
   """User turns of a folder: train.jsonl, and every other file by its name.
 
+  A path of one file is training prompts alone.
+
   Raises:
     ValueError: no such folder, no train.jsonl or no other file in it, or what
       `prompts.read_turns` refuses.
   """
+  if pathlib.Path(folder).is_file():
+    return prompts.read_turns(folder), {}
   paths = sorted(pathlib.Path(folder).glob("*.jsonl"))
   by_name = {path.name: path for path in paths}
   if TRAIN_FILE not in by_name or len(paths) < 2:
@@ -135,13 +150,14 @@ def chat_parts(
   chosen = [train[i] for i in order[:train_prompts]]
 
   def part(name, turns, temperature, longest, part_seed):
-    def make():
+    def make(path):
       total = sum(map(len, turns))
       sampling = configs.SamplingConfig(temperature=temperature)
-      answer = _Answerer(
+      with _Answerer(
         target, sampling, new_tokens, batch_size, part_seed, name, total
-      )
-      return answer_turns(target, turns, answer, longest)
+      ) as answer:
+        answer.keep_in(path, [longest, *turns])
+        return answer_turns(target, turns, answer, longest)
 
     return kept(folder / f"{name}.npz", make)
 
@@ -222,8 +238,9 @@ def sampled(
     return prompts
   rows = zip(prompts.tokens, prompts.prompt_lengths, strict=True)
 
-  def make():
-    answer = _Answerer(
+  def make(path):
+    encoded = [row[:length] for row, length in rows]
+    with _Answerer(
       target,
       sampling,
       prompts.new_tokens,
@@ -231,17 +248,22 @@ def sampled(
       seed,
       f"answers T={sampling.temperature:g}",
       len(prompts.lengths),
-    )
-    return answer([row[:length] for row, length in rows])
+    ) as answer:
+      if path is not None:
+        answer.keep_in(path, [row.tolist() for row in encoded])
+      return answer(encoded)
 
   if path is None:
-    return make()
+    return make(None)
   path.parent.mkdir(parents=True, exist_ok=True)
   return kept(path, make)
 
 
 class _Answerer:
-  """Answers prompts in one way, with progress over several calls."""
+  """Answers prompts in one way, with progress over several calls.
+
+  As a `with` block, at whose end progress and journal are closed.
+  """
 
   def __init__(
     self,
@@ -255,6 +277,8 @@ class _Answerer:
   ):
     self._target, self._batch_size, self._seed = target, batch_size, seed
     self._progress = run_io.Progress(count * new_tokens, label, "tokens")
+    self._journal: journal_lib.Journal | None = None
+    self._calls = 0
     self._decode = configs.DecodeConfig(
       max_new_tokens=new_tokens,
       stop_tokens=target.model.cfg.eos_token_ids,
@@ -262,7 +286,43 @@ class _Answerer:
       rule="greedy" if sampling.temperature == 0 else "rejection",
     )
 
+  def keep_in(self, path: pathlib.Path, asked: Iterable[Any]) -> None:
+    """Journals answers beside `path`; `asked` is what they depend on, as JSON.
+
+    Raises:
+      ValueError: a journal is there that was begun in another way.
+    """
+    self._journal = journal_lib.Journal(
+      path.with_suffix(".journal"),
+      {
+        "target": self._target.name,
+        "decode": dataclasses.asdict(self._decode),
+        "seed": self._seed,
+        "batch_size": self._batch_size,
+        "asked": digest(asked),
+      },
+    )
+
+  def __enter__(self) -> "_Answerer":
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    self._progress.close()
+    if self._journal is not None:
+      self._journal.close()
+
   def __call__(self, encoded) -> answers_lib.AnswerSet:
+    call, journal = self._calls, self._journal
+    known: dict[int, list[int]] = {}
+    if journal is not None:
+      for record in journal.records():
+        if record["id"][0] == call:
+          known[record["id"][1]] = record["tokens"]
+
+    def finished(row: int, tokens: list[int]) -> None:
+      if journal is not None:
+        journal.append({"id": [call, row], "tokens": tokens})
+
     made = answers_lib.regenerate(
       self._target.model,
       encoded,
@@ -270,20 +330,36 @@ class _Answerer:
       seed=self._seed,
       batch_size=self._batch_size,
       progress=self._progress.update,
+      known=known,
+      finished=finished,
     )
     # Every call has its own draws.
-    self._seed += 1
+    self._calls, self._seed = self._calls + 1, self._seed + 1
     return made
 
 
+def digest(asked: Iterable[Any]) -> str:
+  """A short name of what is asked, so that other prompts are noticed."""
+  lines = hashlib.sha256()
+  for one in asked:
+    lines.update(json.dumps(one).encode() + b"\n")
+  return lines.hexdigest()[:16]
+
+
 def kept(
-  path: pathlib.Path, make: Callable[[], answers_lib.AnswerSet]
+  path: pathlib.Path,
+  make: Callable[[pathlib.Path], answers_lib.AnswerSet],
 ) -> answers_lib.AnswerSet:
-  """The set at `path`, made and saved if it is not there."""
+  """The set at `path`, made and saved if it is not there.
+
+  `make` is given the path and may keep a journal beside it, which goes then.
+  """
   if path.exists():
-    return answers_lib.load(path)
-  answers = make()
-  answers_lib.save(path, answers)
+    answers = answers_lib.load(path)
+  else:
+    answers = make(path)
+    answers_lib.save(path, answers)
+  path.with_suffix(".journal").unlink(missing_ok=True)
   return answers
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import run_io
+from experiments import provenance, run_io
 
 ROOT = pathlib.Path(run_io.__file__).resolve().parent.parent
 CONFIG = {"method": "dspine", "model": {"size": 64, "layers": [0, 2]}}
@@ -164,28 +164,28 @@ def make_checkout(path):
 
   path.mkdir()
   git("init")
-  assert run_io._git_state(path) is None  # No commit yet.
+  assert provenance.git_state(path) is None  # No commit yet.
   git("commit", "--allow-empty", "--message=first")
 
 
 def test_git_state_knows_the_revision_and_whether_it_is_dirty(tmp_path):
   checkout = tmp_path / "checkout"
   make_checkout(checkout)
-  state = run_io._git_state(checkout)
+  state = provenance.git_state(checkout)
   assert state is not None
   assert len(state["revision"]) == 40
   assert state["dirty"] is False
   (checkout / "new.py").touch()
-  state = run_io._git_state(checkout)
+  state = provenance.git_state(checkout)
   assert state is not None and state["dirty"] is True
 
 
 def test_git_state_is_none_outside_and_inside_another_checkout(tmp_path):
-  assert run_io._git_state(tmp_path) is None
+  assert provenance.git_state(tmp_path) is None
   make_checkout(tmp_path / "other")
   installed = tmp_path / "other" / "site-packages"
   installed.mkdir()
-  assert run_io._git_state(installed) is None
+  assert provenance.git_state(installed) is None
 
 
 # Tests may run as root, for whom no permission bit forbids writing.
@@ -417,7 +417,7 @@ def test_tables_refuse_a_row_of_another_length(make):
 
 SCRIPT = """
 from absl import flags
-from experiments import run_io
+from experiments import provenance, run_io
 
 _STEPS = flags.DEFINE_integer("steps", 1, "How many.", lower_bound=1)
 

@@ -169,13 +169,14 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
   def fail(file, **arrays):
     del arrays
-    file.write_bytes(b"half")
+    file.write(b"half")
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(np, "savez", fail)
   with pytest.raises(OSError, match="No space"):
     answers.save(path, tiny_folder.random_answers(4))
   np.testing.assert_array_equal(answers.load(path).tokens, small_set().tokens)
+  assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.99])
