@@ -1,11 +1,16 @@
 """Training state on disk: what a killed run needs to go on unchanged.
 
 A thin layer over `orbax.checkpoint`: one directory per step, written to a
-temporary name first, so that a kill during a save leaves the older ones whole.
-The state is any pytree of arrays; PRNG keys are stored as their key data.
+temporary name in the background and renamed at the end, so that a kill during a
+save leaves the older ones whole. The state is any pytree of arrays, on one
+device or on a mesh of several processes, which then all make the same calls;
+PRNG keys are stored as their key data. A state is restored to where the state
+that it is compared with lies, whatever mesh has written it.
 """
 
+import contextlib
 import pathlib
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -19,42 +24,83 @@ class TrainingCheckpoints:
 
   Args:
     folder: where they are; made if missing.
-    max_to_keep: older ones are deleted.
+    max_to_keep: older ones are deleted, once a newer one is complete.
   """
 
   def __init__(self, folder: pathlib.Path | str, *, max_to_keep: int = 2):
     self._folder = pathlib.Path(folder).absolute()
     options = ocp.CheckpointManagerOptions(
-      max_to_keep=max_to_keep, enable_async_checkpointing=False
+      max_to_keep=max_to_keep,
+      enable_async_checkpointing=True,
+      # What a killed save has left; nothing reads it.
+      cleanup_tmp_directories=True,
     )
-    self._manager = ocp.CheckpointManager(self._folder, options=options)
+    with self._told("the folder cannot be opened"):
+      self._manager = ocp.CheckpointManager(self._folder, options=options)
 
   def __enter__(self) -> "TrainingCheckpoints":
     return self
 
-  def __exit__(self, *unused: object) -> None:
-    self._manager.close()
+  def __exit__(self, error_type: type | None, *unused: object) -> None:
+    if error_type is None:
+      self.wait()
+    with contextlib.suppress(Exception):  # The first error is the one to tell.
+      self._manager.close()
 
   def latest_step(self) -> int | None:
-    """The newest complete checkpoint's step, None if there is none."""
+    """The newest complete checkpoint's step, None if there is none.
+
+    Waits for the one that is being written.
+    """
+    self.wait()
     return self._manager.latest_step()
 
   def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
-    """Writes `state` and a small JSON `meta` under `step`."""
-    self._manager.save(
-      step,
-      args=ocp.args.Composite(
-        state=ocp.args.StandardSave(_as_data(state)),
-        meta=ocp.args.JsonSave(meta),
-      ),
-    )
-    self._manager.wait_until_finished()
+    """Starts to write `state` and a small JSON `meta` under `step`.
+
+    Returns when the state has been copied, so that its arrays may be donated;
+    waits for the save before.
+
+    Raises:
+      ValueError: this save or the one before cannot be written.
+    """
+    self.wait()
+    with self._told(f"the checkpoint of step {step} was not written"):
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.StandardSave(_as_data(state)),
+          meta=ocp.args.JsonSave(meta),
+        ),
+      )
+
+  def wait(self) -> None:
+    """Returns when everything is on disk.
+
+    Raises:
+      ValueError: it cannot be written; older checkpoints are still there.
+    """
+    with self._told("the newest checkpoint was not written"):
+      self._manager.wait_until_finished()
+      self._manager.check_for_errors()
+
+  @contextlib.contextmanager
+  def _told(self, what: str) -> Generator[None]:
+    """Errors of writing as ValueError: folder, reason, what to do."""
+    try:
+      yield
+    except Exception as error:
+      raise ValueError(
+        f"{self._folder}: {what} ({_reason(error)}); older checkpoints are"
+        " whole: make room and repeat the command to go on"
+      ) from error
 
   def restore(self, like: PyTree, step: int | None = None):
     """Reads (state, meta) back.
 
     Args:
-      like: a state of the same structure, shapes and dtypes.
+      like: a state of the same structure, shapes and dtypes, whose arrays lie
+        where the restored ones are to lie.
       step: which one; the newest if None.
 
     Raises:
@@ -74,12 +120,23 @@ class TrainingCheckpoints:
       )
     except Exception as error:
       # Orbax and TensorStore raise many types for damaged files.
-      first_line = str(error).strip().splitlines()[0][:200]
       raise ValueError(
         f"{self._folder}/{step}: checkpoint is damaged or of another shape"
-        f" ({type(error).__name__}: {first_line})"
+        f" ({_reason(error)}); {self._way_out(step)}"
       ) from error
     return _as_keys(restored["state"], like), restored["meta"]
+
+  def _way_out(self, step: int) -> str:
+    older = [other for other in self._manager.all_steps() if other < step]
+    then = f"go on from step {max(older)}" if older else "start anew"
+    return f"if it is damaged, delete this folder to {then}"
+
+
+def _reason(error: Exception) -> str:
+  if "No space left" in str(error):  # TensorStore says it in many words.
+    return "no space left on the disk"
+  lines = str(error).strip().splitlines() or [""]
+  return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def _is_key(leaf: Any) -> bool:

@@ -30,10 +30,13 @@ def top_candidates(
 
   The barrier keeps later slices of the ids from being merged with the one that
   is part of top-k: XLA:CPU would then no longer recognise top-k and sort the
-  whole vocabulary, at a hundred times the cost.
+  whole vocabulary, at a hundred times the cost. Two barriers, since XLA:CPU
+  fails on top-k as the one operand of a barrier, as which it ends up in
+  programs for several devices.
   """
-  values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, top_k))
-  return values, ids
+  values, ids = jax.lax.top_k(logits, top_k)
+  barrier = jax.lax.optimization_barrier
+  return barrier(values), barrier(ids)
 
 
 # Tokens of each predecessor row, and the argmax walk: they are also parts of

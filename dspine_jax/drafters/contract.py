@@ -13,6 +13,7 @@ from flax import struct
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dspine_jax import sharding
 from dspine_jax.typing import (
   Anchors,
   BlockHidden,
@@ -47,6 +48,9 @@ class BlockInputs:
       unless predecessors are replaced.
     context: per layer (k, v), each [B, G, S, H]; see `backbone.context_kv`.
     replaced: [B, N] bool, blocks that read true predecessors, or None.
+    origins: [B, N] int32, position of the first token of the anchor's document
+      in a packed row: context is seen from there on, and positions count from
+      there. None where a row is one document.
     for_loss: whether the pass is to be supervised, so that what only a loss
       reads has to be computed (static).
   """
@@ -56,6 +60,7 @@ class BlockInputs:
   tokens: BlockTokens
   context: PyTree
   replaced: Bool[Array, "b n"] | None = None
+  origins: Anchors | None = None
   for_loss: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -105,11 +110,18 @@ class LossWindow:
       from the batch itself (no accumulation). Only for methods with
       `Drafter.needs_ce_scale`.
     scheduled_weight: `Schedule.weight` at this step; 0 in evaluation.
+    axes: of `jax.shard_map` that the rows of the batch are spread over; the
+      scalars above are of all rows. Empty where one device has them all.
   """
 
   denominator: Float[Array, ""]
   ce_scale: Float[Array, ""] | None
   scheduled_weight: Float[Array, ""]
+  axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+
+  def total(self, x: Float[Array, ""]) -> Float[Array, ""]:
+    """A sum over the rows of this device -> over the rows of all, constant."""
+    return sharding.all_sum(jax.lax.stop_gradient(x), self.axes)
 
 
 @struct.dataclass

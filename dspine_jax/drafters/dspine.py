@@ -63,11 +63,14 @@ def init(
 def make_buffers(
   cfg: configs.DrafterConfig, tables: contract.TargetTables
 ) -> PyTree:
-  """The frozen token codes, {"transfer_codes": [V, R]} (section 3)."""
+  """The frozen token codes, {"transfer_codes": [V, R]} (section 3).
+
+  In the dtype that the drafter computes in, as released files have them.
+  """
   space = transfer_space.transfer_space(
     tables.head, options_of(cfg).transfer_rank
   )
-  return {"transfer_codes": jnp.asarray(space.codes)}
+  return {"transfer_codes": jnp.asarray(space.codes, cfg.dtype)}
 
 
 def forward(
@@ -240,7 +243,8 @@ def loss(
     terms, chunk_size, last, rows, tables.head, constants
   )
   if window.ce_scale is None:
-    ce = losses.safe_divide(sums["ce"], jnp.sum(supervision.weights))
+    weight = window.total(jnp.sum(supervision.weights))
+    ce = losses.safe_divide(window.total(sums["ce"]), weight)
     window = dataclasses.replace(window, ce_scale=ce)
   of_layers, more = layer_supervision.of(options, True).loss(
     params,

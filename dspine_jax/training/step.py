@@ -5,16 +5,24 @@ Denominators and the scale that some methods take from their own cross-entropy
 are those of the whole window, so that a window of A micro-batches gives the
 gradient of one large batch. Such methods get a gradient-free pre-pass, replayed
 with the same random draws; with one micro-batch it is not needed.
+
+On a mesh (`sharding.py`) every device takes its rows of each micro-batch, and
+denominators, scales and reports are sums over all devices. The gradient is
+written as one device's program with explicit sums (`jax.shard_map`), since
+kernels cannot be partitioned by XLA; the optimiser's update is partitioned by
+it. Random draws are made for the whole batch, so the mesh does not change them.
 """
 
 import dataclasses
+import functools
 
 import jax
 import optax
 from flax import struct
+from jax import lax
 from jax import numpy as jnp
 
-from dspine_jax import configs
+from dspine_jax import configs, sharding
 from dspine_jax.drafters import backbone, contract, methods
 from dspine_jax.training import anchors, losses, optimizer
 from dspine_jax.typing import Key, Params, PyTree
@@ -42,25 +50,49 @@ def init(
   cfg: configs.DrafterConfig,
   train: configs.TrainConfig,
   tables: contract.TargetTables,
+  *,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[TrainState, PyTree]:
-  """A fresh state, and the method's frozen buffers."""
+  """A fresh state, and the method's frozen buffers.
+
+  Args:
+    cfg: the drafter.
+    train: the run.
+    tables: the target's; on a mesh, a copy on every device.
+    mesh: where the state is to lie; None is the default device.
+  """
   method = methods.drafter(cfg)
   init_key, run_key = jax.random.split(jax.random.key(train.seed))
   # Copies, since steps donate the state and leaves may start as one array.
   params = jax.tree.map(jnp.copy, method.init(init_key, cfg, tables))
-  tx = optimizer.make_optimizer(train.optimizer)
+  buffers = method.make_buffers(cfg, tables)
+  make_moments = optimizer.make_optimizer(train.optimizer).init
+  step = jnp.zeros((), jnp.int32)
+  if mesh is not None:
+    params, buffers = sharding.from_first_process((params, buffers))
+    params = sharding.place(
+      params, sharding.shardings(sharding.DRAFTER_RULES, params, mesh)
+    )
+    whole = sharding.whole(mesh)
+    buffers, step, run_key = sharding.place((buffers, step, run_key), whole)
+    moments = jax.eval_shape(make_moments, params)
+    where = sharding.shardings(sharding.DRAFTER_RULES, moments, mesh)
+    make_moments = jax.jit(make_moments, out_shardings=where)
   state = TrainState(
-    params=params,
-    opt_state=tx.init(params),
-    step=jnp.zeros((), jnp.int32),
-    key=run_key,
+    params=params, opt_state=make_moments(params), step=step, key=run_key
   )
-  return state, method.make_buffers(cfg, tables)
+  return state, buffers
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Draws:
-  """The random draws of one micro-batch, made before any pass over it."""
+  """The random draws of one micro-batch, made before any pass over it.
+
+  Attributes:
+    anchors: [B, N] int32, ascending.
+    keep: [B, N] bool, False for padding blocks.
+    replace: [B, N] bool, blocks that read their true predecessors, or None.
+  """
 
   anchors: jax.Array
   keep: jax.Array
@@ -72,10 +104,13 @@ def draw(
   loss_mask: jax.Array,
   num_anchors: int,
   replacement_probability: jax.Array | None,
+  documents: jax.Array | None = None,
 ) -> Draws:
   """Anchors, and which blocks read their true predecessors."""
   anchor_key, replace_key = jax.random.split(key)
-  positions, keep = anchors.sample_anchors(anchor_key, loss_mask, num_anchors)
+  positions, keep = anchors.sample_anchors(
+    anchor_key, loss_mask, num_anchors, documents
+  )
   replace = None
   if replacement_probability is not None:
     uniform = jax.random.uniform(replace_key, positions.shape)
@@ -93,8 +128,7 @@ def run_blocks(
   cfg: configs.DrafterConfig,
 ) -> contract.DrafterOutput:
   """The drafter's pass over all drawn blocks of a batch."""
-  length = batch.tokens.shape[1]
-  positions = jnp.broadcast_to(jnp.arange(length)[None], batch.tokens.shape)
+  positions = anchors.token_positions(batch)
   with jax.named_scope("context"):
     context = backbone.context_kv(
       params["backbone"], batch.context_features, positions, cfg=cfg
@@ -102,9 +136,12 @@ def run_blocks(
   inputs = contract.BlockInputs(
     anchors=draws.anchors,
     keep=draws.keep,
-    tokens=anchors.block_tokens(batch.tokens, draws.anchors, cfg.block_size),
+    tokens=anchors.block_tokens(
+      batch.tokens, draws.anchors, cfg.block_size, batch.documents
+    ),
     context=context,
     replaced=draws.replace,
+    origins=anchors.origins(draws.anchors, batch.documents),
     for_loss=True,
   )
   forward = methods.drafter(cfg).forward
@@ -149,65 +186,163 @@ def window_gradient(
   *,
   cfg: configs.DrafterConfig,
   train: configs.TrainConfig,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[jax.Array, contract.LossReport, Params]:
-  """Loss, report and gradient of a window [A, B, ...]."""
-  method = methods.drafter(cfg)
-  schedule = method.schedule(step, train.optimizer.total_steps, cfg)
-  count = batches.tokens.shape[0]
-  micros = []
-  for index, micro_key in enumerate(jax.random.split(key, count)):
-    batch = jax.tree.map(lambda x, i=index: x[i], batches)
-    draws = draw(
-      micro_key, batch.loss_mask, train.num_anchors, schedule.replacement
+  """Loss, report and gradient of a window [A, B, ...].
+
+  Args:
+    params: trainable tree; on a mesh split by `sharding.DRAFTER_RULES`.
+    buffers: the method's.
+    tables: the target's.
+    batches: rows; on a mesh split by `sharding.batch_sharding`.
+    key: of the window's draws.
+    step: of the schedules.
+    cfg: the drafter.
+    train: the run.
+    mesh: over which the rows are spread; its size divides B.
+
+  Returns:
+    Sums over all rows; the gradient is split like the parameters.
+  """
+  schedule = methods.drafter(cfg).schedule(
+    step, train.optimizer.total_steps, cfg
+  )
+  keys = jax.random.split(key, batches.tokens.shape[0])
+  draws = [
+    draw(
+      micro_key,
+      batches.loss_mask[index],
+      train.num_anchors,
+      schedule.replacement,
+      None if batches.documents is None else batches.documents[index],
     )
+    for index, micro_key in enumerate(keys)
+  ]
+  gradient_of_rows = functools.partial(_gradient, cfg=cfg, train=train)
+  arguments = (params, buffers, tables, batches, draws, schedule.weight)
+  if mesh is None:
+    return gradient_of_rows(*arguments)
+  split = sharding.specs(sharding.DRAFTER_RULES, params, mesh)
+
+  def gradient_of_own_rows(params, *others):
+    value, report, gradient = gradient_of_rows(
+      sharding.gather(params, split), *others, axes=sharding.AXES
+    )
+    value, report = sharding.all_sum((value, report), sharding.AXES)
+    return value, report, sharding.sum_to_parts(gradient, split)
+
+  whole, rows = sharding.WHOLE, sharding.Spec(sharding.AXES)
+  windows = sharding.Spec(None, sharding.AXES)
+  # Nothing is differentiated through a collective: the sums above are explicit.
+  return jax.shard_map(
+    gradient_of_own_rows,
+    mesh=mesh,
+    in_specs=(split, whole, whole, windows, rows, whole),
+    out_specs=(whole, whole, split),
+    check_vma=False,
+  )(*arguments)
+
+
+def _gradient(
+  params,
+  buffers,
+  tables,
+  batches,
+  draws,
+  scheduled_weight,
+  *,
+  cfg,
+  train,
+  axes=(),
+):
+  """Loss, report and gradient of the rows at hand.
+
+  Denominators and scales are sums over `axes`, the results are not.
+  """
+  method = methods.drafter(cfg)
+  micros = (batches, jax.tree.map(lambda *x: jnp.stack(x), *draws))
+
+  def supervise(micro):
+    batch, draws = micro
     with jax.named_scope("supervise"):
-      supervision = anchors.supervise(
+      return anchors.supervise(
         batch, draws.anchors, draws.keep, method.supervised, cfg=cfg
       )
-    micros.append((batch, draws, supervision))
-  weights = [jnp.sum(supervision.weights) for _, _, supervision in micros]
-  denominator = jnp.sum(jnp.stack(weights))
+
+  weight = _sum_over(lambda micro: jnp.sum(supervise(micro).weights), micros)
+  denominator = sharding.all_sum(weight, axes)
   window = contract.LossWindow(
     denominator=denominator,
     ce_scale=None,
-    scheduled_weight=schedule.weight,
+    scheduled_weight=scheduled_weight,
+    axes=axes,
   )
 
   def objective(params, window, micro):
-    batch, draws, supervision = micro
+    batch, draws = micro
     return micro_loss(
       params,
       buffers,
       tables,
       batch,
       draws,
-      supervision,
+      supervise(micro),
       window,
       cfg=cfg,
       chunk_size=train.chunk_blocks,
     )
 
-  if method.needs_ce_scale and count > 1:
+  if method.needs_ce_scale and len(draws) > 1:
     # The pre-pass is not differentiated; it only sums cross-entropies.
-    reports = [objective(params, window, micro)[1] for micro in micros]
-    ce = jnp.sum(jnp.stack([report.sums["ce"] for report in reports]))
-    ce_scale = losses.safe_divide(ce, denominator)
+    ce = _sum_over(
+      lambda micro: objective(params, window, micro)[1].sums["ce"], micros
+    )
+    ce_scale = losses.safe_divide(window.total(ce), denominator)
     window = dataclasses.replace(window, ce_scale=ce_scale)
   differentiate = jax.value_and_grad(objective, has_aux=True)
-  (total, report), gradient = differentiate(params, window, micros[0])
-  for micro in micros[1:]:
-    more = differentiate(params, window, micro)
-    (total, report), gradient = jax.tree.map(
-      jnp.add, ((total, report), gradient), more
-    )
+  (total, report), gradient = _sum_over(
+    lambda micro: differentiate(params, window, micro), micros
+  )
   return total, report, gradient
 
 
-def make_train_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
+def _sum_over(function, micros):
+  """Sum of `function`'s results over the leading axis of `micros`.
+
+  A loop, since XLA runs unrolled micro-batches side by side, with the
+  activations of all of them in memory.
+  """
+  first = jax.tree.map(lambda x: x[0], micros)
+  if len(jax.tree.leaves(micros)[0]) == 1:
+    return function(first)
+  structure = None
+
+  def leaves(micro):
+    nonlocal structure
+    found, structure = jax.tree.flatten(function(micro))
+    return found
+
+  # A record of arrays refuses shapes, so only its leaves are asked for theirs.
+  zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(leaves, first)]
+
+  def add(total, micro):
+    return jax.tree.map(jnp.add, total, leaves(micro)), None
+
+  total, _ = lax.scan(add, zeros, micros)
+  return jax.tree.unflatten(structure, total)
+
+
+def make_train_step(
+  cfg: configs.DrafterConfig,
+  train: configs.TrainConfig,
+  *,
+  mesh: jax.sharding.Mesh | None = None,
+):
   """A jitted (state, buffers, tables, batches) -> (state, metrics).
 
   The state is donated. Metrics are device scalars and per-slot arrays; loss and
-  grad_norm are of the old parameters, param_norm is of the new ones.
+  grad_norm are of the old parameters, param_norm is of the new ones. On a mesh
+  the state stays where `init` put it, and every device has the metrics.
   """
   tx = optimizer.make_optimizer(train.optimizer)
 
@@ -222,6 +357,7 @@ def make_train_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
       state.step,
       cfg=cfg,
       train=train,
+      mesh=mesh,
     )
     with jax.named_scope("update"):
       updates, opt_state = tx.update(gradient, state.opt_state, state.params)
@@ -230,15 +366,16 @@ def make_train_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
     metrics["loss"] = value
     metrics["grad_norm"] = optax.tree.norm(gradient)
     metrics["param_norm"] = optax.tree.norm(params)
-    return (
-      dataclasses.replace(
-        state,
-        params=params,
-        opt_state=opt_state,
-        step=state.step + 1,
-      ),
-      metrics,
+    state = dataclasses.replace(
+      state,
+      params=params,
+      opt_state=opt_state,
+      step=state.step + 1,
     )
+    if mesh is not None:
+      where = sharding.shardings(sharding.DRAFTER_RULES, state, mesh)
+      state = lax.with_sharding_constraint(state, where)
+    return state, metrics
 
   return jax.jit(train_step, donate_argnames="state")
 
@@ -251,7 +388,7 @@ def make_eval_step(cfg: configs.DrafterConfig, train: configs.TrainConfig):
   method = methods.drafter(cfg)
 
   def eval_step(params, buffers, tables, batch, key):
-    draws = draw(key, batch.loss_mask, train.num_anchors, None)
+    draws = draw(key, batch.loss_mask, train.num_anchors, None, batch.documents)
     supervision = anchors.supervise(
       batch, draws.anchors, draws.keep, method.supervised, cfg=cfg
     )

@@ -19,7 +19,7 @@ from absl import flags
 from dspine_jax import configs
 from dspine_jax.checkpoints import hf_config
 from dspine_jax.data import answers as answers_lib
-from dspine_jax.data import features as features_lib
+from dspine_jax.data import sources
 from dspine_jax.decoding import generate, metrics
 from experiments import run_io, targets
 from experiments.stages import evaluation, proxy, training
@@ -41,6 +41,7 @@ class Sizes:
     alignment_weight: DSpine. On a small target the cross-entropy stays high,
       and with it the scale of the alignment term; the paper's 0.5 would let it
       dominate.
+    alignment_warmup_steps: DSpine; None takes 4 % of the steps.
     objective: DFlash and DFlash2, of the unary logits; None is the default.
   """
 
@@ -51,6 +52,7 @@ class Sizes:
   gru_hidden_dim: int = 128
   markov_head_type: str = "vanilla"
   alignment_weight: float = 0.1
+  alignment_warmup_steps: int | None = None
   objective: str | None = None
 
   def options(self, method: str, steps: int) -> dict[str, Any]:
@@ -59,7 +61,7 @@ class Sizes:
     Raises:
       ValueError: an objective for a method that has its own.
     """
-    warmup = max(1, round(0.04 * steps))
+    warmup = self.alignment_warmup_steps or max(1, round(0.04 * steps))
     objective = {} if self.objective is None else {"objective": self.objective}
     if objective and method not in ("dflash", "dflash2"):
       raise ValueError(
@@ -143,7 +145,7 @@ def train_config(
 
 def train_cell(
   target: targets.NamedTarget,
-  features: Callable[[], features_lib.FeatureSet],
+  features: Callable[[], sources.Source],
   folder: pathlib.Path,
   cfg: configs.DrafterConfig,
   train_cfg: configs.TrainConfig,
@@ -236,7 +238,7 @@ def proxy_cell(
   path: pathlib.Path,
   target: targets.NamedTarget,
   drafter: generate.DrafterModel,
-  data: Callable[[], features_lib.FeatureSet],
+  data: Callable[[], sources.Source],
   decode: configs.DecodeConfig,
   *,
   seed: int,
@@ -260,7 +262,7 @@ def means_cell(
   path: pathlib.Path,
   target: targets.NamedTarget,
   drafter: generate.DrafterModel,
-  data: Callable[[], features_lib.FeatureSet],
+  data: Callable[[], sources.Source],
 ) -> dict[str, float]:
   """Teacher-forced means on greedy answers; see `proxy.greedy_means`."""
   if not path.exists():

@@ -35,17 +35,24 @@ class Decoded(NamedTuple):
 def load_drafter(
   name: str | pathlib.Path, target: targets.NamedTarget
 ) -> generate.DrafterModel:
-  """`embedded` or a folder; ValueError if it was made for another target."""
+  """`embedded`, or a folder in any released form.
+
+  Tables of its own that are the target's are dropped; others it decodes with.
+
+  Raises:
+    ValueError: a drafter of another target, or one that cannot be read.
+  """
   embedded = name == targets.EMBEDDED
   folder = targets.embedded_folder("drafter") if embedded else name
   loaded = drafter_folder.load_drafter(folder)
   try:
-    drafter_folder.check_fits(loaded.cfg, target.model.cfg)
+    cfg = drafter_folder.for_target(loaded.cfg, target.model.cfg)
   except ValueError as error:
     raise ValueError(
       f"--drafter={name} --target={target.name}: {error}"
     ) from None
-  return generate.DrafterModel(loaded.params, loaded.buffers, loaded.cfg)
+  loaded = drafter_folder.without_copies(loaded, target.model.tables)
+  return generate.DrafterModel(loaded.params, loaded.buffers, cfg)
 
 
 def decode_prompts(

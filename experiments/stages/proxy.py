@@ -5,12 +5,14 @@ both laws (`training.overlap`); both are averaged over blocks that begin at
 random places of the target's own held-out answers.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 
 from dspine_jax import configs
 from dspine_jax.data import answers as answers_lib
-from dspine_jax.data import features as features_lib
+from dspine_jax.data import sources
 from dspine_jax.decoding import generate
 from dspine_jax.decoding import round as round_lib
 from dspine_jax.training import overlap
@@ -24,7 +26,7 @@ _ROWS = 8
 def expected_advancement(
   target: generate.TargetModel,
   drafter: generate.DrafterModel,
-  data: features_lib.FeatureSet,
+  data: sources.Source,
   decode: configs.DecodeConfig,
   *,
   seed: int,
@@ -51,7 +53,7 @@ def expected_advancement(
 def greedy_means(
   target: generate.TargetModel,
   drafter: generate.DrafterModel,
-  data: features_lib.FeatureSet,
+  data: sources.Source,
   *,
   seed: int,
   label: str,
@@ -75,14 +77,16 @@ def greedy_means(
 
 def _over_batches(run, data, *, seed: int, label: str):
   """Sum of `run(batch, key)` over all answers, each counted once."""
-  count, found = len(data.answers.lengths), []
+  count, found = len(data), []
   with run_io.Progress(count, label, "answers") as progress:
     for rows, fresh in answers_lib.batches(count, _ROWS):
       key = jax.random.fold_in(jax.random.key(seed), int(rows[0]))
-      batch = data.batch(rows)
+      batch = sources.batch(data, rows)
       # What fills up the last batch was counted before.
       is_fresh = np.arange(len(rows)) >= len(rows) - fresh
-      batch = batch.replace(loss_mask=batch.loss_mask & is_fresh[:, None])
+      batch = dataclasses.replace(
+        batch, loss_mask=batch.loss_mask & is_fresh[:, None]
+      )
       found.append(run(batch, key))
       progress.update(fresh)
   return jax.tree.map(lambda *parts: sum(parts), *found)

@@ -1,17 +1,18 @@
 """Trains one drafter on a target's answers, with progress and checkpoints."""
 
-import functools
 import pathlib
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
 from dspine_jax import configs
 from dspine_jax.checkpoints import drafter_folder, orbax
 from dspine_jax.data import answers as answers_lib
-from dspine_jax.data import features
+from dspine_jax.data import sources
 from dspine_jax.training import loop
 from experiments import run_io, targets
+from experiments.stages import devices
 
 
 def load_parts(
@@ -36,19 +37,6 @@ def load_parts(
       f" vocab_size={target.model.cfg.vocab_size} of --target={target.name}"
     )
   return answers
-
-
-def compute_features(
-  target: targets.NamedTarget,
-  answers: answers_lib.AnswerSet,
-  taps: tuple[int, ...],
-  folder: pathlib.Path | None,
-) -> features.FeatureSet:
-  """Features of all answers, with progress."""
-  with run_io.Progress(answers.tokens.size, "features", "tokens") as progress:
-    return features.compute_features(
-      target.model, answers, taps, folder=folder, progress=progress.update
-    )
 
 
 def load_benchmarks(
@@ -81,29 +69,37 @@ def load_benchmarks(
   }
 
 
-def features_on_demand(
-  target: targets.NamedTarget,
-  answers: answers_lib.AnswerSet,
-  taps: tuple[int, ...],
-  folder: pathlib.Path | None = None,
-) -> Callable[[], features.FeatureSet]:
-  """`compute_features`, at the first call and only once."""
-  return functools.cache(
-    lambda: compute_features(target, answers, taps, folder)
-  )
-
-
 def train_drafter(
   target: targets.NamedTarget,
-  data: features.FeatureSet,
+  source: sources.Source,
   cfg: configs.DrafterConfig,
   train_cfg: configs.TrainConfig,
   work_dir: run_io.WorkDir,
   *,
   checkpoint_every: int,
   label: str,
+  mesh: jax.sharding.Mesh | None = None,
+  stop: Callable[[], bool] = lambda: False,
 ) -> loop.Trained:
-  """Trains with progress, metrics and checkpoints; writes WORK_DIR/drafter."""
+  """Trains with progress, metrics and checkpoints; writes WORK_DIR/drafter.
+
+  With several processes all call it; the first one shows and writes.
+
+  Args:
+    target: whose drafter it is.
+    source: of the training rows.
+    cfg: the drafter.
+    train_cfg: the run.
+    work_dir: of the run.
+    checkpoint_every: steps between checkpoints.
+    label: of the progress line.
+    mesh: devices to train on.
+    stop: whether to save and end after this step.
+
+  Raises:
+    loop.Stopped: `stop` said so.
+    ValueError: as `loop.train`; the drafter cannot be written.
+  """
   sequences = train_cfg.batch_size * train_cfg.accumulation
   block_tokens = sequences * train_cfg.num_anchors * cfg.block_size
   total = train_cfg.optimizer.total_steps
@@ -115,15 +111,22 @@ def train_drafter(
       cfg,
       train_cfg,
       target.model.tables,
-      data,
+      source,
+      mesh=mesh,
       checkpoints=checkpoints,
       checkpoint_every=checkpoint_every,
       on_start=reporter.start,
       on_metrics=reporter.report,
+      stop=stop,
     )
-  drafter_folder.save_drafter(
-    work_dir.path / "drafter", trained.params, trained.buffers, cfg
-  )
+
+  def export():
+    if work_dir.writes:
+      drafter_folder.save_drafter(
+        work_dir.path / "drafter", trained.params, trained.buffers, cfg
+      )
+
+  devices.together(export)
   return trained
 
 
@@ -146,6 +149,8 @@ class _Reporter:
 
   def start(self, step: int) -> None:
     """Opens the files at the first step that will be run."""
+    if not self._work_dir.writes:
+      return
     self._writer = run_io.MetricsWriter(self._work_dir, start_step=step)
     self._progress = run_io.Progress(
       self._total * self._block_tokens,
@@ -156,6 +161,8 @@ class _Reporter:
 
   def report(self, step: int, metrics: dict[str, np.ndarray]) -> None:
     """One line of metrics; per-slot accuracies get a name each."""
+    if not self._work_dir.writes:
+      return
     assert self._writer is not None and self._progress is not None
     scalars = {}
     for name, value in metrics.items():

@@ -208,7 +208,7 @@ def test_a_folder_of_turns_is_told_by_file_and_line(tiny, tmp_path):
   error = fail(tiny, "make_answers", run, **options)
   assert error.startswith(f"--prompts={folder}: train.jsonl and a file")
   (folder / "train.jsonl").write_text('{"turns": ["hello"]}\n')
-  for text, place in (("", "no prompt in it"), ("{}\n", "line 1")):
+  for text, place in (("", "no conversation in it"), ("{}\n", "line 1")):
     (folder / "one.jsonl").write_text(text)
     error = fail(tiny, "make_answers", run, **options)
     assert error.startswith(f"{folder / 'one.jsonl'}") and place in error

@@ -212,7 +212,7 @@ def test_train_drafter_writes_a_drafter_metrics_and_tensorboard(
     terms = {"ce", "l1", "refinement", "alignment"}
   means = {"accuracy", "base_accuracy", "coverage", "expected_advancement"}
   per_slot = {f"slot_accuracy/{i}" for i in range(1, BLOCK)}
-  norms = {"loss", "grad_norm", "param_norm", "step"}
+  norms = {"loss", "grad_norm", "param_norm", "step", "data_wait"}
   assert set(rows[0]) == terms | means | per_slot | norms
   events = list((path / "tensorboard").glob("events*"))
   assert events and all(event.stat().st_size > 1000 for event in events)

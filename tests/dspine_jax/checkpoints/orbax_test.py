@@ -8,6 +8,7 @@ import pytest
 from jax import numpy as jnp
 
 from dspine_jax.checkpoints import orbax
+from tests import small_disk as small_disk_lib
 
 # A read that fails leaves the other reads of Orbax unfinished, which Python
 # reports whenever it collects them: `collected` does that within the test.
@@ -101,6 +102,56 @@ def test_the_newest_step_is_restored_and_old_ones_are_deleted(tmp_path):
     assert int(got["step"]) == 2
     with pytest.raises(ValueError, match=f"{tmp_path}/1"):
       checkpoints.restore(state(), 1)
+
+
+def test_a_save_has_copied_the_state_when_it_returns(tmp_path):
+  donate = jax.jit(
+    lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0
+  )
+  tree = {"w": jnp.zeros((500, 1000)), "b": jnp.zeros(3)}
+  with orbax.TrainingCheckpoints(tmp_path) as checkpoints:
+    checkpoints.save(1, tree, META)
+    for _ in range(5):
+      tree = donate(tree)
+    got, _ = checkpoints.restore(tree)
+  assert not any(np.asarray(leaf).any() for leaf in got.values())
+
+
+def test_what_a_killed_save_has_left_is_removed(tmp_path):
+  save(tmp_path)
+  left = tmp_path / "6.orbax-checkpoint-tmp"
+  shutil.copytree(tmp_path / "5", left)
+  got, _ = restore(tmp_path)
+  assert_same(got, state())
+  assert not left.exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # Threads of Orbax end with an error.
+def test_a_full_disk_is_told_and_older_checkpoints_are_whole(small_disk):
+  folder = small_disk(3) / "checkpoints"
+  save(folder)
+  small_disk_lib.fill(folder.parent, leave_kb=64)
+  big = state() | {"w": jnp.asarray(np.random.default_rng(0).normal(size=9**5))}
+  message = f"{folder}: the newest .* was not written .no space left.*make room"
+  with pytest.raises(ValueError, match=message):
+    save(folder, 6, big)
+  got, _ = restore(folder)
+  assert_same(got, state())
+
+
+def test_a_damaged_checkpoint_names_the_one_before(tmp_path):
+  save(tmp_path, 3)
+  save(tmp_path, 5)
+  for file in (tmp_path / "5" / "state").rglob("*"):
+    if file.is_file():
+      file.unlink()
+  with pytest.raises(ValueError, match=r"/5: .* to go on from step 3"):
+    restore(tmp_path)
+  got, _ = restore(tmp_path, step=3)
+  assert_same(got, state())
+  shutil.rmtree(tmp_path / "3")
+  with pytest.raises(ValueError, match=r"/5: .* to start anew"):
+    restore(tmp_path)
 
 
 def test_a_relative_folder_is_taken_from_where_one_is(tmp_path, monkeypatch):

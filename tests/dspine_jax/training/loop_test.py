@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import itertools
 
@@ -5,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from dspine_jax import configs
+from dspine_jax import configs, sharding
 from dspine_jax.checkpoints import orbax
-from dspine_jax.data import answers as answers_lib
-from dspine_jax.data import features
+from dspine_jax.data import loader, sources
+from dspine_jax.data import rows as rows_lib
 from dspine_jax.drafters import methods
 from dspine_jax.training import loop, schedules
 from dspine_jax.training import step as step_lib
@@ -57,7 +58,7 @@ def train_config(**optimizer):
 
 
 @functools.cache
-def repetitive_data(method) -> features.FeatureSet:
+def repetitive_data(method) -> sources.FeatureSet:
   """Rows that go round in seven tokens, with states that say so."""
   setup = setup_of(method)
   embedding, head = map(np.asarray, (setup.tables.embedding, setup.tables.head))
@@ -67,15 +68,10 @@ def repetitive_data(method) -> features.FeatureSet:
   tokens = ring[(starts + np.arange(LENGTH + 1)) % 7].astype(np.int32)
   taps = len(setup.cfg.target_layer_ids)
   context = np.tile(embedding[tokens[:, :-1]], (1, 1, taps))
-  answers = answers_lib.AnswerSet(
-    tokens=tokens[:, :-1],
-    prompt_lengths=np.full((ROWS,), PROMPT, np.int32),
-    lengths=np.full((ROWS,), LENGTH, np.int32),
-    temperatures=np.zeros((ROWS,), np.float32),
-  )
-  return features.FeatureSet(
-    answers=answers,
-    loss_mask=answers.loss_mask,
+  mask = np.broadcast_to(np.arange(LENGTH) >= PROMPT, (ROWS, LENGTH))
+  lengths = np.full((ROWS,), LENGTH, np.int32)
+  return sources.FeatureSet(
+    rows=rows_lib.Rows(tokens[:, :-1], mask, lengths),
     context_features=context + 0.1 * rng.standard_normal(context.shape, "f4"),
     last_hidden=4 * head[tokens[:, 1:]],
   )
@@ -90,19 +86,22 @@ class Run:
     self.data = data or repetitive_data(method)
     self.folder = folder
     self.started, self.metrics, self.trained = [], {}, None
+    self.waits_s = []
 
-  def go(self, *, every=EVERY, stop_at=None):
+  def go(self, *, every=EVERY, stop_at=None, **more):
     """Trains; raises Killed when the metrics of step `stop_at` come."""
 
     def on_metrics(step, metrics):
       if step == stop_at:
         raise Killed
+      self.waits_s.append(metrics.pop("data_wait"))
       self.metrics[step] = metrics
 
     arguments = {
       "on_start": self.started.append,
       "on_metrics": on_metrics,
       "checkpoint_every": every,
+      **more,
     }
     where = self.setup.cfg, self.train_cfg, self.setup.tables, self.data
     if self.folder is None:
@@ -156,6 +155,8 @@ def test_training_on_repetitive_text_learns(whole):
 
 def test_every_step_is_reported_once_in_order_with_all_metrics(whole):
   assert whole.started == [0]
+  assert len(whole.waits_s) == STEPS
+  assert min(whole.waits_s) >= 0
   assert list(whole.metrics) == list(range(STEPS))
   terms = TERMS[whole.setup.cfg.method]
   means = {"accuracy", "base_accuracy", "coverage", "expected_advancement"}
@@ -200,7 +201,7 @@ def test_the_loss_is_the_sum_of_its_terms(whole):
 
 
 def test_no_step_is_compiled_twice(whole, tmp_path):
-  compiled = _steps(whole.setup.cfg, whole.train_cfg)
+  compiled = _steps(whole.setup.cfg, whole.train_cfg, mesh=None)
   # Also not for a state that comes from a checkpoint.
   run = Run(whole.setup.cfg.method, tmp_path)
   with pytest.raises(Killed):
@@ -249,7 +250,7 @@ def test_checkpoints_do_not_change_what_is_learned(whole):
 def test_another_seed_is_another_run(whole):
   train_cfg = whole.train_cfg
   order = [
-    features.RowOrder(ROWS, 4, seed).rows(0) for seed in (1, 2, train_cfg.seed)
+    loader.row_order(ROWS, 4, seed)[0] for seed in (1, 2, train_cfg.seed)
   ]
   assert_equal(order[0], order[2])
   assert not np.array_equal(order[0], order[1])
@@ -275,9 +276,9 @@ BAD_STEP = 10  # Of the first epoch, which visits every row once.
 def damaged_data(method, field, value):
   data = repetitive_data(method)
   array = getattr(data, field).copy()
-  order = features.RowOrder(ROWS, 4, train_config().seed)
-  array[order.rows(BAD_STEP)[1]] = value
-  return data._replace(**{field: array})
+  order = loader.row_order(ROWS, 4, train_config().seed)
+  array[order[BAD_STEP][1]] = value
+  return dataclasses.replace(data, **{field: array})
 
 
 @pytest.mark.parametrize(
@@ -337,19 +338,60 @@ def test_a_learning_rate_that_overflows_never_reaches_a_checkpoint(tmp_path):
 
 def test_a_window_holds_the_rows_in_order_as_micro_batches():
   data = repetitive_data("dflash")
-  rows = np.array([5, 1, 9, 0, 2, 7])
   cfg = configs.TrainConfig(
     optimizer=configs.OptimizerConfig(total_steps=1),
     batch_size=2,
     accumulation=3,
   )
-  batches = loop.window(data, rows, cfg)
+  rows = loader.row_order(ROWS, 6, cfg.seed)[0]
+  (window,) = loader.windows(data, cfg, first_step=0, total_steps=1)
+  batches = loop.batch_of(data, window, None)
   for at in itertools.product(range(3), range(2)):
     row = rows[2 * at[0] + at[1]]
     for found, expected in (
-      (batches.tokens, data.answers.tokens),
-      (batches.loss_mask, data.loss_mask),
+      (batches.tokens, data.rows.tokens),
+      (batches.loss_mask, data.rows.loss_mask),
       (batches.context_features, data.context_features),
       (batches.last_hidden, data.last_hidden),
     ):
       np.testing.assert_array_equal(found[at], expected[row])
+
+
+# Stopping.
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bits(
+  whole, tmp_path
+):
+  run = Run(whole.setup.cfg.method, tmp_path)
+  with pytest.raises(loop.Stopped) as stopped:
+    run.go(stop=lambda: len(run.metrics) == 30)
+  step = stopped.value.step
+  assert 30 < step < 33
+  assert list(run.metrics) == list(range(step))
+  assert run.restored()[1] == step
+  run.go()
+  assert run.started == [0, step]
+  assert_equal(run.trained.params, whole.trained.params)
+
+
+def test_a_stop_in_the_last_step_is_an_end():
+  run = Run("dflash", train_cfg=train_config(total_steps=1))
+  run.go(stop=lambda: True)
+  assert run.trained is not None
+
+
+# On a mesh.
+
+
+def test_a_mesh_of_one_device_learns_the_same(whole, tmp_path):
+  if whole.setup.cfg.method != "dflash":
+    pytest.skip("one method is enough; gradients: step_on_meshes_test.py")
+  devices = np.asarray(jax.devices()[:1]).reshape(1, 1, 1)
+  mesh = jax.sharding.Mesh(devices, sharding.AXES)
+  run = Run(whole.setup.cfg.method, tmp_path).go(mesh=mesh)
+  assert list(run.metrics) == list(range(STEPS))
+  for name in ("loss", "expected_advancement"):
+    np.testing.assert_allclose(run.series(name), whole.series(name), rtol=2e-3)
+  # Its checkpoints are those of a run without one.
+  assert_equal(run.restored()[0].params, run.trained.params)

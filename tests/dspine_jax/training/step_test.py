@@ -124,6 +124,27 @@ def test_a_window_of_micro_batches_is_one_large_batch(both):
   assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
+def test_more_micro_batches_take_no_more_memory():
+  cfg, *arrays = setup_of("dflash")
+  micros = micro_batches(cfg)
+
+  def temporaries(copies):
+    batches = jax.tree.map(lambda *x: jnp.stack(x), *(micros * copies))
+    train = train_config(2 * copies, 2)
+
+    # Shapes in the place of arrays would be refused where records are checked.
+    @jax.jit
+    def gradient(step):
+      arguments = (*arrays, batches, jax.random.key(0), step)
+      return step_lib.window_gradient(*arguments, cfg=cfg, train=train)[2]
+
+    compiled = gradient.lower(jnp.asarray(STEP)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  # Unrolled they would run side by side, with the activations of all.
+  assert temporaries(3) < 1.1 * temporaries(1)
+
+
 def test_the_window_report_counts_all_micro_batches(both):
   _, (_, report, _), _ = both
   # Of 24 slots of kept blocks those behind a hole, an end or a mask are out.

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from dspine_jax.data import features
+from dspine_jax.data import rows as rows_lib
+from dspine_jax.data import sources
 from experiments.stages import proxy
 from tests import tiny_folder
 
@@ -12,7 +13,11 @@ from tests import tiny_folder
 def answered(count):
   answers = tiny_folder.random_answers(count)
   states = np.zeros((*answers.tokens.shape, 1), np.float32)
-  return features.FeatureSet(answers, answers.loss_mask, states, states)
+  return sources.FeatureSet(
+    rows=rows_lib.from_answers(answers),
+    context_features=states,
+    last_hidden=states,
+  )
 
 
 def test_answers_that_fill_up_the_last_batch_count_once():
@@ -27,7 +32,7 @@ def test_answers_that_fill_up_the_last_batch_count_once():
     seed=0,
     label="test",
   )
-  assert int(found[0]) == data.loss_mask.sum()
+  assert int(found[0]) == data.rows.loss_mask.sum()
   assert int(found[1]) == 16
 
 
