@@ -32,8 +32,14 @@ import numpy as np
 from absl import flags
 
 from dspine_jax import configs
-from experiments import run_io, targets
-from experiments.stages import comparison, plots, published, training
+from experiments import provenance, run_io, targets
+from experiments.stages import (
+  comparison,
+  feature_sources,
+  plots,
+  published,
+  training,
+)
 
 # Without injection nothing reads a predecessor that could be replaced.
 _UNINJECTED = {"injects": False, "replacement_probability": 0.0}
@@ -216,7 +222,7 @@ def main(unused_argv):
   )
   taps = cfgs[FULL].target_layer_ids
   features = {
-    name: training.features_on_demand(
+    name: feature_sources.on_demand(
       target, part, taps, work_dir.path / "features" / name
     )
     for name, part in {"train": train, **benchmarks}.items()
@@ -261,7 +267,7 @@ def main(unused_argv):
     "steps": _STEPS.value,
     "seeds": seeds,
     "training_answers": len(train.lengths),
-    "device": run_io.device_summary(),
+    "device": provenance.device_summary(),
     "prompts": {
       name: {"all": len(rows), "looping": int(rows.sum())}
       for name, rows in looping.items()

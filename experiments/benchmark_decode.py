@@ -17,7 +17,7 @@ from absl import flags
 from dspine_jax import configs
 from dspine_jax.data import answers as answers_lib
 from dspine_jax.drafters import methods
-from experiments import benchmark_presets, run_io, targets
+from experiments import benchmark_presets, provenance, run_io, targets
 from experiments.stages import (
   evaluation,
   round_parts,
@@ -115,7 +115,7 @@ def main(unused_argv):
     "round_flops": flops,
     "matmul_peak_flops": peak,
     "floor_fraction": flops / peak * results["rounds_per_second"],
-    "device": run_io.device_summary(),
+    "device": provenance.device_summary(),
   }
   run_io.write_json(work_dir.path / "results.json", results)
   for name in (

@@ -18,7 +18,7 @@ import sys
 
 from absl import flags
 
-from experiments import run_io
+from experiments import provenance, run_io
 from experiments.stages import (
   kernel_bench,
   kernel_cases,
@@ -136,7 +136,7 @@ def _write(path, device: cost.Device, rows: list[dict]) -> None:
     path,
     {
       "ceilings": {"flops": device.flops, "bandwidth": device.bandwidth},
-      "device": run_io.device_summary(),
+      "device": provenance.device_summary(),
       "rows": rows,
     },
   )

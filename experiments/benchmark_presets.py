@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from dspine_jax import configs
+from dspine_jax import configs, target_config
 from dspine_jax.decoding import generate
 from dspine_jax.drafters import contract, methods
 from dspine_jax.target import model
@@ -47,13 +47,34 @@ _BENCH = {
   "message": 64,
 }
 _EMBEDDED = _BENCH | {
-  "target": configs.embedded_target(),
+  "target": target_config.embedded_target(),
   "length": 208,
   "batch_size": 8,
   "num_anchors": 16,
   "num_layers": 2,
 }
-PRESETS = {"tiny": _TINY, "bench": _BENCH, "embedded": _EMBEDDED}
+# Widths and vocabulary of SmolLM2-135M, for the memory of the loss.
+_VOCABULARY = _BENCH | {
+  "target": configs.TargetConfig(
+    model_type="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+  ),
+  "batch_size": 2,
+  "num_anchors": 64,
+  "num_layers": 2,
+}
+PRESETS = {
+  "tiny": _TINY,
+  "bench": _BENCH,
+  "embedded": _EMBEDDED,
+  "vocabulary": _VOCABULARY,
+}
 
 
 def drafter_config(preset: dict, method: str) -> configs.DrafterConfig:

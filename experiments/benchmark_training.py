@@ -5,9 +5,17 @@
 Gives seconds per step, block tokens per second, and the fraction of the matmul
 peak that was measured in the same run. FLOPs are counted for matrix products
 only, three times the forward pass, with the head's teacher pass added where the
-method has one. Time: a minute or two on two CPU cores.
+method has one. Memory is what XLA allots to temporaries, and the most that the
+process had so far: name one method to have its own. What the chunks of the loss
+save:
+
+  python -m experiments.benchmark_training --preset=vocabulary \\
+      --methods=dspine --repeats=1 --chunk_blocks=128
+
+against --chunk_blocks=16. Time: a minute or two on two CPU cores.
 """
 
+import resource
 import sys
 
 import jax
@@ -18,7 +26,7 @@ from jax import numpy as jnp
 from dspine_jax import configs
 from dspine_jax.drafters import methods
 from dspine_jax.training import step as step_lib
-from experiments import benchmark_presets, run_io
+from experiments import benchmark_presets, provenance, run_io
 from experiments.stages import speed
 
 _WORK_DIR = flags.DEFINE_string(
@@ -78,11 +86,12 @@ def measure(method: str, preset: dict, *, repeats: int, chunk: int) -> dict:
     )
 
   steps = iter(range(10_000))
+  arguments = (state.params, buffers, tables, batches)
+  compiled = gradient.lower(*arguments, jnp.asarray(0)).compile()
+  memory = compiled.memory_analysis()
+  assert memory is not None
   times = speed.seconds(
-    lambda: gradient(
-      state.params, buffers, tables, batches, jnp.asarray(next(steps))
-    ),
-    repeats=repeats,
+    lambda: compiled(*arguments, jnp.asarray(next(steps))), repeats=repeats
   )
   if traces != 1:
     raise RuntimeError(f"{method}: the step was traced {traces} times")
@@ -96,7 +105,15 @@ def measure(method: str, preset: dict, *, repeats: int, chunk: int) -> dict:
     / float(np.median(times)),
     "flops": counted_flops(cfg, preset),
     "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
+    "temporary_bytes": memory.temp_size_in_bytes,
+    "peak_host_bytes": _peak_host_bytes(),
   }
+
+
+def _peak_host_bytes() -> int:
+  """The most memory that this process has had (VmHWM)."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def main(unused_argv):
@@ -122,7 +139,7 @@ def main(unused_argv):
     work_dir.path / "results.json",
     {
       "matmul_peak_flops": peak,
-      "device": run_io.device_summary(),
+      "device": provenance.device_summary(),
       "methods": results,
     },
   )
@@ -134,6 +151,8 @@ def main(unused_argv):
       f"{one['block_tokens_per_second']:.0f}",
       f"{one['flops'] / 1e9:.1f}",
       f"{one['peak_fraction']:.0%}",
+      f"{one['temporary_bytes'] / 1e6:.0f}",
+      f"{one['peak_host_bytes'] / 1e6:.0f}",
     ]
     for one in results
   ]
@@ -144,6 +163,8 @@ def main(unused_argv):
     "block tokens/s",
     "GFLOP",
     "of peak",
+    "temporary MB",
+    "process MB",
   ]
   print(run_io.table(rows, headers))
   print(f"matmul peak of this run: {peak / 1e9:.0f} GFLOP/s")

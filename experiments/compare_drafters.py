@@ -28,11 +28,12 @@ from absl import flags
 from dspine_jax import configs
 from dspine_jax.checkpoints import hf_config
 from dspine_jax.drafters import methods
-from experiments import run_io, targets
+from experiments import provenance, run_io, targets
 from experiments.stages import (
   answers,
   comparison,
   comparison_tables,
+  feature_sources,
   plots,
   published,
   round_parts,
@@ -202,7 +203,7 @@ def main(unused_argv):
     argv=sys.argv,
     resume=True,
   )
-  features = training.features_on_demand(
+  features = feature_sources.on_demand(
     target, train, cfgs[entries[0]].target_layer_ids, work_dir.path / "features"
   )
 
@@ -241,7 +242,7 @@ def main(unused_argv):
     sampling = configs.SamplingConfig(temperature=temperature)
     drawn = answers.sampled(target, prompts, sampling, path, seed=0)
     taps = cfgs[entries[0]].target_layer_ids
-    return training.compute_features(target, drawn, taps, None)
+    return feature_sources.in_memory(target, drawn, taps)
 
   def expect(entry, seeds, temperature):
     """The teacher-forced proxy of each seed, mean of the benchmarks."""
@@ -276,7 +277,7 @@ def main(unused_argv):
     "target": _TARGET.value,
     "steps": _STEPS.value,
     "training_answers": len(train.lengths),
-    "device": run_io.device_summary(),
+    "device": provenance.device_summary(),
     "prompts": {
       name: {"all": len(rows), "looping": int(rows.sum())}
       for name, rows in looping.items()

@@ -21,7 +21,6 @@ from absl import flags
 
 from dspine_jax import configs
 from dspine_jax.decoding import round as round_lib
-from dspine_jax.training import step as step_lib
 from experiments import run_io
 from experiments.stages import hlo_count, large_models
 from kernels import cost, dispatch, hopper
@@ -93,11 +92,12 @@ def compile_round(sizes: large_models.Size):
     )
   )
   decode = configs.DecodeConfig(max_new_tokens=_NEW_TOKENS)
-  return _compile(
+  return large_models.compile_for_h100(
     functools.partial(round_lib.speculative_round, decode=decode),
     target,
     large_models.drafter_shapes(sizes.drafter),
     state,
+    triton_products=_GEMM.value == "triton",
     donate_argnums=2,
   )
 
@@ -110,24 +110,8 @@ def compile_training(sizes: large_models.Size):
     num_anchors=sizes.num_anchors,
     chunk_blocks=_CHUNK.value,
   )
-  arguments = large_models.training_arguments(sizes, train)
-  step = step_lib.make_train_step(sizes.drafter, train)
-
-  def train_step(*arguments):
-    return step(*arguments)
-
-  return _compile(train_step, *arguments, donate_argnums=0)
-
-
-def _compile(function, *arguments, **jit_options):
-  return hopper.compile_for_h100(
-    function,
-    *arguments,
-    compiler_options={
-      "xla_gpu_autotune_level": 0,
-      "xla_gpu_enable_triton_gemm": _GEMM.value == "triton",
-    },
-    **jit_options,
+  return large_models.compile_training(
+    sizes, train, triton_products=_GEMM.value == "triton"
   )
 
 

@@ -24,7 +24,7 @@ from dspine_jax import configs
 from dspine_jax.drafters import methods
 from experiments import run_io, targets
 from experiments.stages import answers as answers_stage
-from experiments.stages import evaluation, proxy, training
+from experiments.stages import evaluation, feature_sources, proxy, training
 
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/evaluation", "Where results go."
@@ -129,7 +129,7 @@ def main(unused_argv):
       target, answers, sampling, None, seed=_SEED.value
     )
     taps = drafter.cfg.target_layer_ids
-    return training.compute_features(target, drawn, taps, None)
+    return feature_sources.in_memory(target, drawn, taps)
 
   results, rows = {}, []
   for name, decode in variants.items():

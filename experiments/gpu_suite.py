@@ -21,7 +21,7 @@ import traceback
 
 from absl import flags
 
-from experiments import run_io
+from experiments import provenance, run_io
 from experiments.stages import kernel_bench, suite_models, suite_parts
 from kernels import block_sizes, dispatch
 
@@ -109,7 +109,7 @@ def main(unused_argv) -> int:
     results[name] = run_part(part, context, kernel_bench.Deadline(seconds))
     run_io.write_json(
       work_dir.path / "results.json",
-      {"device": run_io.device_summary(), "parts": results},
+      {"device": provenance.device_summary(), "parts": results},
     )
   rows = [summary(name, result) for name, result in results.items()]
   print(run_io.table(rows, ["part", "s", "status", "note"]))

@@ -18,9 +18,15 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from experiments import run_io, targets
+from experiments import provenance, run_io, targets
 from experiments.stages import answers as answers_stage
-from experiments.stages import comparison, evaluation, plots, timing, training
+from experiments.stages import (
+  comparison,
+  evaluation,
+  feature_sources,
+  plots,
+  timing,
+)
 
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", "runs/quickstart", "Where everything goes."
@@ -140,7 +146,7 @@ def main(unused_argv):
     batch_size=64,
     seed=_SEED.value,
   )
-  features = training.features_on_demand(
+  features = feature_sources.on_demand(
     target,
     sets["train_t0"],
     cfgs["dspine"].target_layer_ids,
@@ -197,7 +203,7 @@ def main(unused_argv):
       {"held_out": held_out.loops},
     ),
     "speed": speed,
-    "device": run_io.device_summary(),
+    "device": provenance.device_summary(),
     "seconds": time.monotonic() - began,
   }
   run_io.write_json(work_dir.path / "results.json", results)

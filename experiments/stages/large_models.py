@@ -8,6 +8,7 @@ draft token stands.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,15 +17,15 @@ from jax import numpy as jnp
 from dspine_jax import configs, kv_cache, layers
 from dspine_jax.decoding import generate
 from dspine_jax.decoding import round as round_lib
-from dspine_jax.drafters import backbone, contract, injection
+from dspine_jax.drafters import backbone, contract, injection, methods
 from dspine_jax.target import model
 from dspine_jax.training import anchors, optimizer, step
-from kernels import shapes
+from kernels import hopper, shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-  """A target with its DSpine drafter and their training recipe.
+  """A target with its drafter and their training recipe.
 
   Attributes:
     target: the target's configuration.
@@ -128,28 +129,42 @@ def target_shapes(
 def drafter_shapes(
   cfg: configs.DrafterConfig, dtype: str | None = None
 ) -> generate.DrafterModel:
-  """A DSpine drafter with its codes, whose `init` needs the head's values.
+  """A drafter of any method, with its buffers.
 
   Parameters have the given dtype, else the one that the drafter computes in.
   """
-  options = cfg.dspine
-  assert options is not None
-  key = jax.random.key(0)
-
-  def init():
-    directions = jnp.zeros((cfg.hidden_size, options.transfer_rank))
-    return {
-      "backbone": backbone.init(key, cfg),
-      "injection": injection.init(
-        key, cfg.num_layers, directions, options.message_size
-      ),
-    }
-
-  codes = jax.ShapeDtypeStruct(
-    (cfg.vocab_size, options.transfer_rank), jnp.dtype(cfg.dtype)
+  table = jax.ShapeDtypeStruct(
+    (cfg.vocab_size, cfg.hidden_size), jnp.dtype(cfg.dtype)
   )
-  params = _in_dtype(jax.eval_shape(init), dtype or cfg.dtype)
-  return generate.DrafterModel(params, {"transfer_codes": codes}, cfg)
+  init = _dspine_init if cfg.dspine is not None else _init
+  params, buffers = jax.eval_shape(functools.partial(init, cfg), table)
+  return generate.DrafterModel(
+    _in_dtype(params, dtype or cfg.dtype), buffers, cfg
+  )
+
+
+def _init(cfg, table):
+  method = methods.drafter(cfg)
+  tables = contract.TargetTables(embedding=table, head=table)
+  return (
+    method.init(jax.random.key(0), cfg, tables),
+    method.make_buffers(cfg, tables),
+  )
+
+
+def _dspine_init(cfg, table):
+  """DSpine's, whose own one computes with the head's values on the host."""
+  del table
+  key, options = jax.random.key(0), cfg.dspine
+  directions = jnp.zeros((cfg.hidden_size, options.transfer_rank))
+  params = {
+    "backbone": backbone.init(key, cfg),
+    "injection": injection.init(
+      key, cfg.num_layers, directions, options.message_size
+    ),
+  }
+  codes = jnp.zeros((cfg.vocab_size, options.transfer_rank), cfg.dtype)
+  return params, {"transfer_codes": codes}
 
 
 def _in_dtype(tree, dtype):
@@ -236,6 +251,40 @@ def training_arguments(
   buffers, table = trees.pop("buffers"), trees.pop("table")
   tables = contract.TargetTables(embedding=table, head=table)
   return started, buffers, tables, anchors.TrainBatch(**trees)
+
+
+def compile_training(
+  sizes: Size,
+  train: configs.TrainConfig,
+  *,
+  triton_products: bool = False,
+):
+  """One training step compiled for a described H100 (`kernels.hopper`).
+
+  Args:
+    sizes: of models and rows.
+    train: the run.
+    triton_products: matrix products by XLA's own kernels, not by cuBLAS.
+  """
+  train_step = step.make_train_step(sizes.drafter, train)
+  return compile_for_h100(
+    # Jitted anew, for the described device.
+    lambda *arguments: train_step(*arguments),
+    *training_arguments(sizes, train),
+    triton_products=triton_products,
+    donate_argnums=0,
+  )
+
+
+def compile_for_h100(function, *arguments, triton_products, **jit_options):
+  """`hopper.compile_for_h100` without trying kernels on a device."""
+  options = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": triton_products,
+  }
+  return hopper.compile_for_h100(
+    function, *arguments, compiler_options=options, **jit_options
+  )
 
 
 def random_like(tree: Any, key: jax.Array, scale: float = 0.02) -> Any:

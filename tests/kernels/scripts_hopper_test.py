@@ -55,14 +55,10 @@ def test_a_timed_program_launches_each_call_and_one_kernel_beside_it():
   assert hlo_count.total(found.kernels).kernels <= 30 * 3 + 10 + 4
 
 
-def count_round(tmp_path, *arguments):
-  """What the script prints, and its programs."""
+def run_script(script, *arguments):
+  """What it prints."""
   # A process of its own: shapes are no arrays to what checks them in tests.
-  command = [
-    *(sys.executable, "-m", "experiments.count_round"),
-    *arguments,
-    f"--work_dir={tmp_path}",
-  ]
+  command = [sys.executable, "-m", f"experiments.{script}", *arguments]
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
   done = subprocess.run(
     command,
@@ -73,8 +69,14 @@ def count_round(tmp_path, *arguments):
     check=False,
   )
   assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+def count_round(tmp_path, *arguments):
+  """What the script prints, and its programs."""
+  printed = run_script("count_round", *arguments, f"--work_dir={tmp_path}")
   results = json.loads((tmp_path / "results.json").read_text())
-  return done.stdout, results["programs"]
+  return printed, results["programs"]
 
 
 def test_whole_programs_launch_the_kernels_by_default(tmp_path):
@@ -133,6 +135,23 @@ def test_count_round_counts_a_round_part_by_part(tmp_path):
   assert "triton_kernel_call" not in counted["kinds"]
   assert not counted["custom"]
   assert printed.startswith("round:")
+
+
+def test_a_plan_s_memory_is_that_of_the_compiled_step(tmp_path):
+  """All widths of the 8B recipe, two layers."""
+  printed = run_script(
+    "plan_training",
+    *("--recipe=qwen3_8b_dspine", "--check", f"--out={tmp_path}"),
+    *("--num_layers=2", "--batch_size=1", "--accumulation=1"),
+  )
+  results = json.loads((tmp_path / "qwen3_8b_dspine.json").read_text())
+  found = results["check"]
+  for name in ("arguments", "temporaries"):
+    assert found[f"planned_{name}"] == pytest.approx(found[name], rel=0.1)
+  # Activations of 8,192 slots, not only parameters.
+  assert found["temporaries"] > 3e9
+  assert "compiled for H100" in printed
+  assert (tmp_path / "qwen3_8b_dspine.png").stat().st_size > 0
 
 
 def test_kernel_resources_lists_kernels_that_fit(tmp_path):
