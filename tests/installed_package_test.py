@@ -13,7 +13,12 @@ SCRIPT = ROOT / "tests" / "foreign_use.py"
 
 def run(arguments, *, cwd, path):
   environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-  environment |= {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"}
+  environment |= {
+    "PYTHONPATH": str(path),
+    "JAX_PLATFORMS": "cpu",
+    # As in the other tests: what runs once is compiled quickly.
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+  }
   return subprocess.run(
     [sys.executable, *arguments],
     cwd=cwd,
