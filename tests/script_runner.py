@@ -10,9 +10,12 @@ import importlib.util
 import io
 import runpy
 import sys
+import types
 from typing import NamedTuple
 
 from absl import flags
+
+import experiments
 
 
 class Done(NamedTuple):
@@ -57,8 +60,7 @@ def run(script: str, **values) -> Done:
   out, err, status = io.StringIO(), io.StringIO(), 0
   old = sys.argv
   imported = _flags_of_imported_scripts()
-  for _, flag in imported:
-    delattr(flags.FLAGS, flag.name)
+  modules = _forget(imported)
   sys.argv = [spec.origin, *arguments(**values)]
   try:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -70,6 +72,10 @@ def run(script: str, **values) -> Done:
     own = flags.FLAGS.flags_by_module_dict().get(spec.origin, ())
     for flag in list(own):
       delattr(flags.FLAGS, flag.name)
+    _forget(_flags_of_imported_scripts())
+    for name, imported_script in modules.items():
+      sys.modules[name] = imported_script
+      setattr(experiments, name.split(".")[1], imported_script)
     for module, flag in imported:
       flags.FLAGS[flag.name] = flag
       # Without its module a flag would be nobody's, and never be found here.
@@ -78,8 +84,21 @@ def run(script: str, **values) -> Done:
   return Done(status, out.getvalue(), err.getvalue())
 
 
+def _forget(
+  imported: list[tuple[str, flags.Flag]],
+) -> dict[str, types.ModuleType]:
+  """Takes back flags and the imports that defined them; gives the modules.
+
+  A script is not run while it is imported, and one that imports another needs
+  the flags of that one.
+  """
+  for _, flag in imported:
+    delattr(flags.FLAGS, flag.name)
+  return {name: sys.modules.pop(name) for name in dict(imported)}
+
+
 def _flags_of_imported_scripts() -> list[tuple[str, flags.Flag]]:
-  """(module, flag) of what other tests defined by importing a script."""
+  """(module, flag) of what was defined by importing a script."""
   return [
     (module, flag)
     for module, own in flags.FLAGS.flags_by_module_dict().items()
