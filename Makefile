@@ -7,8 +7,12 @@ PIP_INSTALL := $(PYTHON_IN_VENV) -m pip install -qq \
   --disable-pip-version-check -c constraints.txt
 WORKERS ?= 2
 ARGS ?=
+# `make test MARKS="slow or not slow"` runs both kinds, sooner than one after
+# the other.
+MARKS ?= not slow
+# Each worker takes whole files as long as it can, and their fixtures once.
 PYTEST = JAX_PLATFORMS=cpu $(PYTHON_IN_VENV) -m pytest -n $(WORKERS) \
-  --durations=15
+  --dist=worksteal --durations=15
 
 # A half-made environment, or one of an older Python, is made anew.
 define make_venv
@@ -35,7 +39,7 @@ quickstart: .venv/.installed  ## Decode with the embedded tiny target
 	$(PYTHON_IN_VENV) -m experiments.quickstart $(ARGS)
 
 test: .venv/.installed  ## Run the fast tests on the CPU
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "$(MARKS)" $(ARGS)
 
 # pytest exits with 5 when no test carries the marker, which is no failure.
 test-slow: .venv/.installed  ## Run the slow tests on the CPU
