@@ -99,6 +99,9 @@ def load(
   path = _PLACES[name]() if name in _PLACES else pathlib.Path(name)
   load_kind = _load_gguf if path.suffix == ".gguf" else _load_folder
   target = load_kind(name, path, dtype, sharding)
+  # A file may ask for both; lengths are our own matter.
+  target.tokenizer.no_padding()
+  target.tokenizer.no_truncation()
   count, rows = target.tokenizer.get_vocab_size(), target.model.cfg.vocab_size
   if count > rows:
     raise ValueError(

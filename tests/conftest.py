@@ -17,7 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # A program that another test, suite or run has compiled is read from disk, in
 # other workers and in processes that tests start, too. An entry is not written
-# in one go: who reads half of one compiles anew (a warning, see pyproject.toml).
+# in one go: who reads half of one compiles anew, and warns (pyproject.toml).
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR",
   os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "xla"),

@@ -54,9 +54,11 @@ def replacing(folder: pathlib.Path | str) -> Generator[pathlib.Path]:
       for path in (*fresh.rglob("*"), fresh):
         sync(path)
       _swap(fresh, folder)
-      sync(folder.parent)
-    finally:
+    except BaseException:
       shutil.rmtree(fresh, ignore_errors=True)
+      raise
+    # From here on, what bears the name of `fresh` is another export's.
+    sync(folder.parent)
 
 
 def sync(path: pathlib.Path) -> None:
@@ -165,7 +167,9 @@ def _swap(fresh: pathlib.Path, folder: pathlib.Path) -> None:
   """Puts `fresh` in the place of `folder`."""
   if not folder.exists():
     fresh.rename(folder)
-  elif not _exchange(fresh, folder):
+  elif _exchange(fresh, folder):
+    shutil.rmtree(fresh, ignore_errors=True)
+  else:
     # Not one step: `_restore` and `missing` know what a kill leaves here.
     old = _old(folder)
     folder.rename(old)

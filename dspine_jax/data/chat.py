@@ -1,10 +1,11 @@
 """Conversations as the text a chat model was trained on.
 
 `render` fills in a model's own chat template, a Jinja program, in the sandbox
-and with the settings that Hugging Face uses; `encode_chat` tokenises the
-result. What the template adds, such as a default system prompt, stays.
-`transcripts` tells what of a finished conversation the assistant said, by
-comparing texts that the template makes: no markup is known here.
+and with the settings that Hugging Face uses, but for `strftime_now`: without it
+a text does not depend on the day. `encode_chat` tokenises the result. What the
+template adds, such as a default system prompt, stays. `transcripts` tells what
+of a finished conversation the assistant said, by comparing texts that the
+template makes: no markup is known here.
 """
 
 import functools
@@ -13,6 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import numpy as np
 import tokenizers
@@ -45,6 +49,8 @@ def render(
       messages=list(messages),
       add_generation_prompt=add_generation_prompt,
       enable_thinking=False,
+      tools=None,
+      documents=None,
       raise_exception=_refuse,
       bos_token=bos_token,
       eos_token=eos_token,
@@ -53,10 +59,22 @@ def render(
     raise ValueError(f"chat template: {error}") from None
 
 
+class _Generation(jinja2.ext.Extension):
+  """{% generation %}: marks for others what the assistant says."""
+
+  tags = frozenset({"generation"})
+
+  def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    next(parser.stream)
+    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=["jinja2.ext.loopcontrols", _Generation],
   )
   # Jinja's own escapes for HTML.
   environment.filters["tojson"] = functools.partial(

@@ -48,22 +48,30 @@ class Contents:
 
   @functools.cached_property
   def digest(self) -> str:
-    """Of everything that the features depend on, in hexadecimal.
-
-    Parameters are summed up where they lie, so that split ones stay split; the
-    order of the sums does not matter, since they are of integers.
-    """
-    cfg, rows = self.target.cfg, self.rows
-    options = _VERSION, cfg, self.tap_layers, self.dtype, self.shard_bytes
+    """Of everything that the features depend on, in hexadecimal."""
+    rows = self.rows
+    options = _VERSION, self.tap_layers, self.dtype, self.shard_bytes
     found = hashlib.sha256(repr(options).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(self.target.params):
-      found.update(f"{path} {leaf.shape} {leaf.dtype}".encode())
-      found.update(np.asarray(_fingerprint(leaf)))
+    found.update(target_digest(self.target).encode())
     for array in (rows.tokens, rows.lengths, rows.documents):
       if array is not None:
         found.update(f"{array.shape} {array.dtype}".encode())
         found.update(np.ascontiguousarray(array))
     return found.hexdigest()
+
+
+def target_digest(target: round_lib.TargetModel) -> str:
+  """Of configuration and parameters, in hexadecimal.
+
+  Parameters are summed up where they lie, so that split ones stay split; the
+  order of the sums does not matter, since they are of integers. With several
+  processes all must call it.
+  """
+  found = hashlib.sha256(repr(target.cfg).encode())
+  for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
+    found.update(f"{path} {leaf.shape} {leaf.dtype}".encode())
+    found.update(np.asarray(_fingerprint(leaf)))
+  return found.hexdigest()
 
 
 class Shard(NamedTuple):

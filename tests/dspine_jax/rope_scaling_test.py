@@ -28,6 +28,8 @@ SCALINGS = [
     beta_slow=2.0,
     truncate=False,
   ),
+  # A ramp that ends behind the last frequency.
+  rope_scaling.YarnScaling(factor=4.0, original_max_positions=10**9),
   # No feature turns 32 times: the ramp begins at the first.
   rope_scaling.YarnScaling(factor=2.0, original_max_positions=32),
   # An empty ramp.

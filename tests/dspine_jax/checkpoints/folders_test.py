@@ -160,3 +160,16 @@ def test_a_full_disk_leaves_the_old_folder_and_says_so(small_disk):
   with pytest.raises(ValueError, match="model: cannot be written .*unchanged"):
     export(folder, "new" * 10_000)
   assert content(folder) == "old"
+
+
+def test_the_next_export_s_folder_is_left_alone(tmp_path, monkeypatch):
+  # Between the end of one export and its tidying up another one may begin.
+  swap, other = folders._swap, tmp_path / ".model.partial"
+
+  def swap_and_be_overtaken(fresh, folder):
+    swap(fresh, folder)
+    other.mkdir()
+
+  monkeypatch.setattr(folders, "_swap", swap_and_be_overtaken)
+  export(tmp_path / "model", "first")
+  assert content(tmp_path / "model") == "first" and other.is_dir()

@@ -228,3 +228,13 @@ def test_who_stops_listening_ends_all_requests():
 def test_addresses_that_are_none_are_told(url):
   with pytest.raises(ValueError, match="not like http"):
     server(url)
+
+
+def test_patience_counts_from_the_last_answer(monkeypatch):
+  now = iter([0.0, 50.0, 101.0])
+  monkeypatch.setattr(chat_client.time, "monotonic", lambda: next(now))
+  patience = chat_client.Patience(server("http://localhost:1", patience_s=100.0))
+  patience.failed("away")
+  patience.failed("away")
+  patience.succeeded()
+  patience.failed("away")  # A hundred seconds after the first, not the last.

@@ -413,3 +413,16 @@ def test_a_killed_computation_goes_on_behind_its_last_complete_file(
 def test_an_unknown_dtype_is_refused(contents):
   with pytest.raises(ValueError, match="dtype='float16': not in"):
     feature_shards.Layout(dtype="float16", context_width=1, hidden_width=1)
+
+
+def test_other_packing_of_the_same_tokens_is_other_contents(contents, rows):
+  firsts = np.zeros_like(rows.tokens)
+  other = firsts.copy()
+  other[:, 3:] = 3
+  digests = {
+    dataclasses.replace(
+      contents, rows=rows._replace(documents=documents)
+    ).digest
+    for documents in (None, firsts, other)
+  }
+  assert len(digests) == 3

@@ -380,3 +380,23 @@ def test_loss_and_gradients_of_packed_rows_are_those_of_rows_of_their_own(
   )
   assert_close(found, expected)
   assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[2]))
+
+
+def test_a_step_draws_no_anchor_at_a_seam():
+  setup = setup_of("dflash", None)
+  window = jax.tree.map(lambda x: x[None], batch_of("packed"))
+  window = window.replace(loss_mask=window.tokens > 0)
+  valid = [
+    sum(size - 1 for size in sizes) for sizes in LAYOUT
+  ]  # All but the last token of every document.
+  train = configs.TrainConfig(
+    optimizer=configs.OptimizerConfig(total_steps=20),
+    batch_size=window.tokens.shape[1],
+    num_anchors=max(valid),
+    chunk_blocks=4,
+  )
+  run = functools.partial(step_lib.window_gradient, cfg=setup.cfg, train=train)
+  models = setup.params, setup.buffers, setup.tables
+  key, step = jax.random.key(0), jnp.asarray(0)
+  _, report, _ = jax.jit(run)(*models, window, key, step)
+  assert int(report.supervised[0]) == sum(valid)
