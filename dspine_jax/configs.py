@@ -5,6 +5,7 @@ files; `checkpoints.hf_config` converts them to and from `config.json`.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 from dspine_jax import attention_masks
@@ -354,10 +355,10 @@ class SamplingConfig:
 
   def __post_init__(self):
     _require(
-      self.temperature >= 0,
+      0 <= self.temperature < math.inf,
       "temperature",
       self.temperature,
-      "must not be negative",
+      "must be finite and not negative",
     )
     _require(self.top_k >= 0, "top_k", self.top_k, "must not be negative")
     _require(0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")

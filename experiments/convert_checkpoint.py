@@ -21,7 +21,7 @@ from absl import flags
 
 from dspine_jax.checkpoints import drafter_conversion, drafter_formats, tensors
 from experiments import run_io
-from experiments.stages import conversion
+from experiments.stages import conversion, model_folders
 
 _SOURCE = flags.DEFINE_string("source", None, "What to convert (required).")
 _DESTINATION = flags.DEFINE_string(
@@ -30,7 +30,7 @@ _DESTINATION = flags.DEFINE_string(
 _TO = flags.DEFINE_enum(
   "to",
   None,
-  [*drafter_formats.FORMS, conversion.TARGET],
+  [*drafter_formats.FORMS, model_folders.TARGET],
   "Form of the result; default: that of the source.",
 )
 _DTYPE = flags.DEFINE_enum(
@@ -48,29 +48,16 @@ _SHARD_GB = flags.DEFINE_float(
   "max_shard_gb", 5.0, "Largest file of weights in GB.", lower_bound=0.001
 )
 _OVERWRITE = flags.DEFINE_bool(
-  "overwrite", False, "Replace a destination that is not empty."
+  "overwrite",
+  False,
+  "Replace the weights of a destination that is not empty; it may be the source"
+  " itself, but no model of another kind and no run's work directory.",
 )
-
-
-def destination(name: str | None) -> pathlib.Path | None:
-  """The folder to write, None for none.
-
-  Raises:
-    ValueError: it holds something and --overwrite is not given.
-  """
-  if name is None:
-    return None
-  folder = pathlib.Path(name)
-  if folder.is_dir() and any(folder.iterdir()) and not _OVERWRITE.value:
-    raise ValueError(
-      f"--destination={name}: is not empty; --overwrite replaces its weights"
-    )
-  return folder
 
 
 def convert_target(source: pathlib.Path | str, to: pathlib.Path | None) -> None:
   """Shows a target, and writes it if there is a destination."""
-  if _TO.value not in (None, conversion.TARGET):
+  if _TO.value not in (None, model_folders.TARGET):
     raise ValueError(f"--to={_TO.value}: --source={_SOURCE.value} is a target")
   options = {"dtype": _DTYPE.value, "max_shard_bytes": _shard_bytes()}
   rows = []
@@ -91,23 +78,26 @@ def convert_target(source: pathlib.Path | str, to: pathlib.Path | None) -> None:
 
 def convert_drafter(source: pathlib.Path, to: pathlib.Path | None) -> None:
   """Shows a drafter, and writes it if there is a destination."""
-  if _TO.value == conversion.TARGET:
+  if _TO.value == model_folders.TARGET:
     raise ValueError(f"--to=target: --source={source} is a drafter")
   found = drafter_conversion.inspect(source)
   rows = [conversion.drafter_row("source", found)]
   if to is not None:
-    label = f"converting {source.name}"
+    label, form = f"converting {source.name}", _TO.value or found.form
     with run_io.Progress(found.num_bytes, label, "bytes") as progress:
-      drafter_conversion.convert(
-        found,
-        to,
-        _TO.value or found.form,
-        dtype=_DTYPE.value,
-        target=_TARGET.value,
-        target_name=_TARGET_NAME.value,
-        max_shard_bytes=_shard_bytes(),
-        on_bytes=progress.update,
-      )
+      try:
+        drafter_conversion.convert(
+          found,
+          to,
+          form,
+          dtype=_DTYPE.value,
+          target=_TARGET.value,
+          target_name=_TARGET_NAME.value,
+          max_shard_bytes=_shard_bytes(),
+          on_bytes=progress.update,
+        )
+      except ValueError as error:
+        raise conversion.in_flags(error, form, found.cfg) from None
     written = drafter_conversion.inspect(to)
     rows.append(conversion.drafter_row("written", written))
   print(run_io.table(rows, conversion.HEADERS))
@@ -120,12 +110,19 @@ def _shard_bytes() -> int:
 def main(unused_argv):
   if _SOURCE.value is None:
     raise ValueError("--source must name what to convert")
-  to = destination(_DESTINATION.value)
-  source = conversion.resolve_source(_SOURCE.value)
-  if conversion.is_target(source):
+  source = model_folders.source(_SOURCE.value)
+  is_target = isinstance(source, str) or (
+    model_folders.kind(source) == model_folders.TARGET
+  )
+  to = None if _DESTINATION.value is None else pathlib.Path(_DESTINATION.value)
+  if to is not None:
+    written = model_folders.TARGET if is_target else model_folders.DRAFTER
+    model_folders.check_destination(
+      to, source, written, overwrite=_OVERWRITE.value
+    )
+  if is_target:
     convert_target(source, to)
   else:
-    assert isinstance(source, pathlib.Path)
     convert_drafter(source, to)
 
 

@@ -13,7 +13,6 @@ is wrong, the exit status is 1. --tiny shrinks everything; on a CPU kernels are
 skipped with the reason. Time: as given, and a unit of work more at most.
 """
 
-import math
 import pathlib
 import sys
 import time
@@ -76,8 +75,6 @@ def summary(name: str, result: dict) -> list:
 
 
 def main(unused_argv) -> int:
-  if not math.isfinite(_MINUTES.value):
-    raise ValueError(f"--minutes={_MINUTES.value}: must be finite")
   if dispatch.platform() != "gpu" and not _TINY.value:
     raise ValueError(
       f"--tiny=false: an 8B model is too much for this {dispatch.platform()};"

@@ -34,7 +34,7 @@ from jax import numpy as jnp
 from dspine_jax import sharding
 from dspine_jax.checkpoints import hf_config
 from dspine_jax.decoding import generate
-from experiments import run_io, targets, train_drafter
+from experiments import flag_parsing, run_io, targets, train_drafter
 from experiments.stages import large_models, training_plan, training_work
 from kernels import hopper
 
@@ -77,14 +77,23 @@ def recipe_file(name: str | None) -> pathlib.Path:
   """The file that --recipe means.
 
   Raises:
-    ValueError: there is none.
+    ValueError: there is none, or it is no file of flags.
   """
-  if name:
-    for path in (RECIPES / f"{name}.flags", pathlib.Path(name)):
-      if path.is_file():
-        return path
   known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.flags")))
-  raise ValueError(f"--recipe={name}: no such file, and none of {known}")
+  if not name:
+    raise ValueError(f"--recipe: needed, a flag file or one of {known}")
+  for path in (RECIPES / f"{name}.flags", pathlib.Path(name)):
+    if path.is_file():
+      break
+  else:
+    raise ValueError(f"--recipe={name}: no such file, and none of {known}")
+  try:
+    lines = path.read_text(encoding="utf-8").splitlines()
+  except (OSError, UnicodeDecodeError):
+    raise ValueError(f"--recipe={name}: not a text file") from None
+  if not any(line.lstrip().startswith("-") for line in lines):
+    raise ValueError(f"--recipe={name}: no flag in it")
+  return path
 
 
 def parse(path: pathlib.Path, arguments: Sequence[str]) -> None:
@@ -96,10 +105,13 @@ def parse(path: pathlib.Path, arguments: Sequence[str]) -> None:
   own = flags.FLAGS.flags_by_module_dict()[train_drafter.__name__]
   for flag in own:
     flag.unparse()
+  words = [sys.argv[0], f"--flagfile={path}", *arguments]
   try:
-    flags.FLAGS([sys.argv[0], f"--flagfile={path}", *arguments])
-  except flags.Error as error:
+    rest = flag_parsing.parse(words)
+  except ValueError as error:
     raise ValueError(f"--recipe={path}: {error}") from None
+  if len(rest) > 1:
+    raise ValueError(f"--recipe={path}: {rest[1][:40]!r} is no flag")
 
 
 def target_of(name: str, dtype: str) -> targets.NamedTarget:
@@ -136,6 +148,8 @@ def planned_run() -> training_plan.Run:
     ValueError: flags that do not fit each other.
   """
   values, count = flags.FLAGS, _DEVICES.value
+  if _DEVICE.value == "cpu" and count > 1:
+    raise ValueError(f"--devices={count}: --device=cpu is planned as one")
   target = target_of(values.target, values.dtype)
   train = train_drafter.train_config()
   if train.batch_size % count:
@@ -334,7 +348,8 @@ def main(unused_argv):
   if _UPDATE.value:
     arguments = shlex.split(written_block(path)[0])
   parse(path, arguments)
-  run = planned_run()
+  run, out = planned_run(), pathlib.Path(_OUT.value)
+  run_io.require_writable("--out", out)
   found = lines(run, _DEVICE.value)
   if _UPDATE.value:
     text = path.read_text(encoding="utf-8")
@@ -348,11 +363,6 @@ def main(unused_argv):
   if _CHECK.value:
     results["check"] = check(run)
     print_check(results["check"])
-  out = pathlib.Path(_OUT.value)
-  try:
-    out.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise ValueError(f"--out={out}: {error.strerror}") from None
   run_io.write_json(out / f"{path.stem}.json", results)
   draw(out / f"{path.stem}.png", run, path.stem)
 

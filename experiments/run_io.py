@@ -30,7 +30,14 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from experiments import disk_errors, event_file, provenance, work_lock
+from experiments import (
+  disk_errors,
+  event_file,
+  flag_parsing,
+  provenance,
+  run_config,
+  work_lock,
+)
 
 type Rows = Sequence[Sequence[Any]]
 
@@ -141,16 +148,21 @@ def open_work_dir(
 
   Raises:
     ValueError: the directory cannot be made or written, another process is at
-      work in it, or it holds the run of another config.
+      work in it, or it holds what a run of another config made.
   """
   if not path:
     raise ValueError("--work_dir must name a directory")
   work_dir = WorkDir(path=pathlib.Path(path), writes=jax.process_index() == 0)
   if not work_dir.writes:
     return work_dir
-  _require_writable(work_dir.path)
+  require_writable("--work_dir", work_dir.path, lock=True)
   if resume and work_dir.config.exists():
-    _require_same_config(work_dir, config)
+    resume = run_config.is_same(
+      work_dir.config,
+      to_json(config),
+      command=work_dir.command,
+      records=(work_lock.NAME, "config.json", "command.txt", "provenance.json"),
+    )
   write_json(work_dir.config, config)
   with (
     disk_errors.naming(work_dir.command),
@@ -161,48 +173,31 @@ def open_work_dir(
   return work_dir
 
 
-def _require_writable(path: pathlib.Path) -> None:
+def require_writable(
+  flag: str, path: pathlib.Path, *, lock: bool = False
+) -> None:
+  """Makes a folder and writes to it.
+
+  Args:
+    flag: that names it, such as "--out".
+    path: the folder, made with its parents.
+    lock: whether it is this process's until `run_app` ends.
+
+  Raises:
+    ValueError: it cannot be made or written, or another process has its lock.
+  """
   # Permission bits say little (root, read-only mounts, full disks): write.
   try:
     path.mkdir(parents=True, exist_ok=True)
-    work_lock.hold(path)
+    if lock:
+      work_lock.hold(path)
     with tempfile.TemporaryFile(dir=path) as file:
       file.write(b"x")
   except OSError as error:
     reason = error.strerror or str(error)
     raise ValueError(
-      f"--work_dir={path}: cannot make or write this directory ({reason})"
+      f"{flag}={path}: cannot make or write this directory ({reason})"
     ) from error
-
-
-def _require_same_config(work_dir: WorkDir, config: Mapping[str, Any]) -> None:
-  try:
-    old = _flatten(json.loads(work_dir.config.read_text(encoding="utf-8")))
-  except (OSError, ValueError) as error:
-    raise ValueError(
-      f"--work_dir={work_dir.path}: cannot read its config.json ({error})"
-    ) from error
-  new = _flatten(to_json(config))
-  differences = [
-    f"{key} is {old.get(key, 'absent')} there and {new.get(key, 'absent')} now"
-    for key in old | new
-    if old.get(key) != new.get(key)
-  ]
-  if differences:
-    raise ValueError(
-      f"--work_dir={work_dir.path} holds a run with another config: "
-      + "; ".join(differences)
-    )
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, str]:
-  """Returns the leaves as JSON text by dotted name, to compare and to show."""
-  if not isinstance(tree, dict) or not tree:
-    return {prefix: json.dumps(tree, ensure_ascii=False)}
-  flat: dict[str, str] = {}
-  for key, value in tree.items():
-    flat |= _flatten(value, f"{prefix}.{key}" if prefix else key)
-  return flat
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -469,9 +464,9 @@ def run_app(main: Callable[[Sequence[str]], Any]) -> None:
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
   try:
-    return flags.FLAGS(argv)
-  except flags.Error as error:
-    _fail(f"{error} (--help lists the flags)")
+    return flag_parsing.parse(argv)
+  except ValueError as error:
+    _fail(str(error))
 
 
 def _fail(message: str) -> NoReturn:

@@ -33,7 +33,7 @@ from dspine_jax import (
   sharding,
   target_config,
 )
-from dspine_jax.data import feature_shards
+from dspine_jax.data import feature_contents, feature_shards
 from dspine_jax.data import rows as rows_lib
 from dspine_jax.drafters import methods
 from dspine_jax.training import loop
@@ -47,6 +47,9 @@ from experiments.stages import (
   training,
 )
 
+_SMALL = (
+  "The default suits the embedded target; recipes hold those of large ones."
+)
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", None, "Where checkpoints, metrics and the drafter go."
 )
@@ -77,7 +80,9 @@ _SKIP = flags.DEFINE_bool(
 _METHOD = flags.DEFINE_enum(
   "method", "dspine", sorted(methods.DRAFTERS), "Which drafter."
 )
-_LAYERS = flags.DEFINE_integer("num_layers", 2, "Draft layers.", lower_bound=1)
+_LAYERS = flags.DEFINE_integer(
+  "num_layers", 2, f"Draft layers. {_SMALL}", lower_bound=1
+)
 _BLOCK = flags.DEFINE_integer("block_size", 16, "Slots of a block.")
 _ATTENTION = flags.DEFINE_enum(
   "block_attention",
@@ -127,7 +132,9 @@ _BETA_STEPS = flags.DEFINE_integer(
 _MASK = flags.DEFINE_integer(
   "mask_token_id", None, "Token of empty slots; default: the target's own."
 )
-_STEPS = flags.DEFINE_integer("steps", 800, "Optimiser steps.", lower_bound=1)
+_STEPS = flags.DEFINE_integer(
+  "steps", 800, f"Optimiser steps. {_SMALL}", lower_bound=1
+)
 _BATCH = flags.DEFINE_integer(
   "batch_size", 8, "Sequences a micro-batch, of all devices together."
 )
@@ -143,7 +150,7 @@ _CHUNK = flags.DEFINE_integer(
 _OPTIMIZER = flags.DEFINE_enum(
   "optimizer", "muon", configs.OPTIMIZERS, "Which optimiser."
 )
-_LR = flags.DEFINE_float("learning_rate", 0.02, "Peak learning rate.")
+_LR = flags.DEFINE_float("learning_rate", 0.02, f"Peak learning rate. {_SMALL}")
 _DECAY = flags.DEFINE_float("weight_decay", 0.0, "Weight decay.")
 _WARMUP = flags.DEFINE_float(
   "warmup_ratio", 0.04, "Share of the steps in which the rate rises, 0 to 1."
@@ -338,12 +345,19 @@ def main(unused_argv):
   )
   cfg, train_cfg = drafter_config(target), train_config()
   data = devices.together(lambda: training_data(target))
+  digest = feature_contents.target_digest(target.model)
   work_dir = devices.together(
     lambda: run_io.open_work_dir(
       _WORK_DIR.value,
       config={
         "target": _TARGET.value,
+        "target_digest": digest[:16],
         **data.config,
+        # Features differ in their last bits.
+        "features": {
+          "choice": _FEATURES.value,
+          "dtype": _FEATURE_DTYPE.value,
+        },
         "drafter": cfg,
         "train": train_cfg,
       },

@@ -166,7 +166,7 @@ def run(
         if not math.isfinite(loss) or not math.isfinite(norm):
           raise ValueError(
             f"loss is {loss} and the parameters' norm {norm} at step {step};"
-            f" the last good checkpoint is of step {checkpoints.latest_step()}"
+            f" {checkpoints.last_good()}"
             f" in {folder / 'checkpoints'} (try a lower --learning_rate)"
           )
         scalars = {"loss": loss}

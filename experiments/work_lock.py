@@ -16,7 +16,7 @@ import os
 import pathlib
 import socket
 
-_NAME = ".lock"
+NAME = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 # Folder -> the descriptor whose lock this process holds.
@@ -31,7 +31,7 @@ def hold(folder: pathlib.Path) -> None:
     OSError: the lock file cannot be made or written.
   """
   folder = folder.resolve()
-  path = folder / _NAME
+  path = folder / NAME
   if folder in _held:
     if _is_file(_held[folder], path):
       return
@@ -60,7 +60,7 @@ def release_all() -> None:
   """Gives every lock back and deletes its file."""
   while _held:
     folder, descriptor = _held.popitem()
-    path = folder / _NAME
+    path = folder / NAME
     try:
       if _is_file(descriptor, path):
         path.unlink()

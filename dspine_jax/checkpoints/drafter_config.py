@@ -74,7 +74,7 @@ def from_json(
       bos_token_id=config.get("bos_token_id"),
       eos_token_ids=_token_ids(config.get("eos_token_id")),
       tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-      **_windows(config, path),
+      **_windows(config, form, path),
       **drafter_options.method_options(config, method, num_layers),
     )
   except ValueError as error:
@@ -91,11 +91,20 @@ def _token_ids(value: Any) -> tuple[int, ...]:
   return tuple(value) if isinstance(value, list) else (int(value),)
 
 
-def _windows(config: Mapping[str, Any], path: object) -> dict[str, Any]:
+def _windows(
+  config: Mapping[str, Any], form: str, path: object
+) -> dict[str, Any]:
   """The fields of DrafterConfig about sliding layers; none if there are none.
 
-  `layer_types` says which layers slide. A file that names no convention is
-  z-lab's, unless it has speculators' `sliding_window_non_causal`.
+  `layer_types` says which layers slide. The convention is, in this order:
+
+  * what our own key `sliding_window_convention` names;
+  * speculators' two, by `sliding_window_non_causal`;
+  * SpecForge's (causal inside the block), if the form is known to be its own
+    and `is_causal` is absent: a value there holds for all layers;
+  * z-lab's, which is automodel's, where `is_causal` alone decides. A DFlash or
+    DFlash2 file does not tell z-lab's from SpecForge's; one that SpecForge
+    trained without `is_causal` needs our key to be run as it was trained.
   """
   types = tuple(config.get("layer_types") or ())
   uses = config.get("use_sliding_window")
@@ -111,6 +120,8 @@ def _windows(config: Mapping[str, Any], path: object) -> dict[str, Any]:
   if convention is None and "sliding_window_non_causal" in config:
     non_causal = config["sliding_window_non_causal"]
     convention = "speculators_non_causal" if non_causal else "speculators"
+  if convention is None and form == "specforge":
+    convention = "specforge" if config.get("is_causal") is None else None
   return {
     "layer_types": types,
     "sliding_window": config.get("sliding_window"),

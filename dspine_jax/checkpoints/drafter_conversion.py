@@ -8,6 +8,7 @@ bit whatever the file holds. What is read, and what a form can hold, is
 
 import functools
 import pathlib
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ _INERT = (
   "transformers_version",
   "use_cache",
 )
+# Names of the dtype, the newer one first.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 _ROWS = 4096
 
 
@@ -143,8 +146,6 @@ def convert(
   config = drafter_config.to_json(
     cfg, form, has_tables=len(tables) >= needed, target_name=target_name
   )
-  config = _inherited(config, source, form)
-  config["dtype"] = dtype or source.dtype
   order = [entry.name for entry in drafter_folder.entries(cfg)]
   ordered = {name: arrays[name] for name in order if name in arrays}
   if "transfer_codes" in ordered:
@@ -153,7 +154,7 @@ def convert(
     tensors.write_tensors(
       fresh, ordered, dtype=dtype, max_shard_bytes=max_shard_bytes
     )
-    hf_config.write_json(fresh / "config.json", config)
+    _write_config(fresh / "config.json", config, source, form, dtype)
   return list(ordered)
 
 
@@ -180,17 +181,32 @@ def _settle_tables(
   return settled
 
 
-def _inherited(
-  config: dict[str, Any], source: Source, form: str
-) -> dict[str, Any]:
-  """The new config.json with what it keeps of the old one, all if it can."""
+def _write_config(
+  path: pathlib.Path,
+  config: dict[str, Any],
+  source: Source,
+  form: str,
+  dtype: str | None,
+) -> None:
+  """The new config.json with what it keeps of the old one.
+
+  In the same form that is all, byte by byte; only a new dtype takes the old
+  one's place.
+  """
+  if form == source.form and dtype is None:
+    shutil.copyfile(source.reader.folder / path.name, path)
+    return
   if form == source.form:
-    return dict(source.config)
+    kept = source.config
+    found = [key for key in _DTYPE_KEYS if key in kept] or _DTYPE_KEYS[:1]
+    hf_config.write_json(path, {**kept, **dict.fromkeys(found, dtype)})
+    return
+  config["dtype"] = dtype or source.dtype
   nested = "transformer_layer_config"
   found = {**source.config, **source.config.get(nested, {})}
   inert = {key: found[key] for key in _INERT if key in found}
   config.get(nested, config).update(inert)
-  return config
+  hf_config.write_json(path, config)
 
 
 def _read(

@@ -40,8 +40,8 @@ _ARCHITECTURES = {
   "dspine": ("DSpineDraftModel",),
 }
 _PROJECTORS = ("domino", "dspark")
-# Methods whose released files state `is_causal`.
-_STATE_CAUSALITY = ("dflash2", "dspine")
+# Methods that z-lab has not, and DeepSpec not with a `dflash_config`.
+_SPECFORGE_ONLY = ("domino", "dspark", "dspine")
 
 
 class Form(NamedTuple):
@@ -71,10 +71,13 @@ def form_of(config: Json) -> str:
   architecture = (config.get("architectures") or [None])[0]
   if own is None and architecture in _ARCHITECTURES["dspark"]:
     return "deepspec"
-  is_specforge = (own or {}).get("projector_type") is not None
-  if is_specforge or architecture in ("DSpineDraftModel", "DominoDraftModel"):
-    return "specforge"
-  return "zlab"
+  is_specforge = (
+    (own or {}).get("projector_type") is not None
+    or any(architecture in _ARCHITECTURES[name] for name in _SPECFORGE_ONLY)
+    # Our own key, in a file that is otherwise z-lab's too.
+    or config.get("sliding_window_convention") == "specforge"
+  )
+  return "specforge" if is_specforge else "zlab"
 
 
 def default_form(
@@ -92,7 +95,9 @@ def default_form(
     return "specforge" if has_tables is False else "deepspec"
   if has_tables or cfg.draft_vocab_size is not None:
     return "speculators"
-  return "zlab" if cfg.method in FORMS["zlab"].methods else "specforge"
+  is_zlab = cfg.method in FORMS["zlab"].methods
+  is_zlab = is_zlab and cfg.sliding_window_convention != "specforge"
+  return "zlab" if is_zlab else "specforge"
 
 
 def flat(config: Json, path: object) -> Json:
@@ -160,7 +165,14 @@ def _flat_speculators(config: Json, path: object) -> Json:
       f"{path}: target_hidden_size={of_target} is not the drafter's"
       f" hidden_size={width}: not implemented"
     )
+  if method == "dspark" and config.get("sample_from_anchor") is None:
+    raise ValueError(
+      f"{path}: key 'sample_from_anchor' is missing, and tools differ in what"
+      " they take then: set it to true if the anchor's slot was trained to"
+      " predict, else to false"
+    )
   taps = hf_config.require_key(config, "aux_hidden_state_layer_ids", path)
+  non_causal = config.get("sliding_window_non_causal")
   own = {
     key: value
     for key, value in config.items()
@@ -170,11 +182,15 @@ def _flat_speculators(config: Json, path: object) -> Json:
   own["target_layer_ids"] = [index - 1 for index in taps]
   lifted = {
     "architectures": [_ARCHITECTURES[method][0]],
-    "block_size": config.get("block_size", 8),
+    # The defaults of speculators' own configurations.
+    "block_size": config.get("block_size") or 8,
+    "sliding_window_non_causal": method == "dflash2"
+    if non_causal is None
+    else non_causal,
     "dflash_config": own,
     "num_target_layers": config.get("num_target_layers"),
   }
-  for key in ("draft_vocab_size", "sliding_window_non_causal", "dtype"):
+  for key in ("draft_vocab_size", "dtype"):
     if key in config:
       lifted[key] = config[key]
   return layers | lifted
@@ -206,15 +222,6 @@ def method_of(config: Json, path: object) -> str:
   return by_name[architecture]
 
 
-def _with_causality(
-  cfg: configs.DrafterConfig, config: dict[str, Any]
-) -> dict[str, Any]:
-  usual = configs.conventions(cfg.method).is_causal
-  if cfg.method in _STATE_CAUSALITY or cfg.is_causal != usual:
-    config["is_causal"] = cfg.is_causal
-  return config
-
-
 def _named(architecture: str, module: str | None) -> dict[str, Any]:
   named: dict[str, Any] = {"architectures": [architecture]}
   if module is not None:
@@ -233,7 +240,8 @@ def _write_zlab(cfg, layers, target) -> dict[str, Any]:
     own["block_size"] = cfg.block_size
     layers = _with_rope_parameters(layers)
     config = _named(architecture, None)
-  return _with_causality(cfg, layers | config | {"dflash_config": own})
+  config |= drafter_options.causality_json(cfg)
+  return layers | config | {"dflash_config": own}
 
 
 def _write_specforge(cfg, layers, target) -> dict[str, Any]:
@@ -253,9 +261,12 @@ def _write_specforge(cfg, layers, target) -> dict[str, Any]:
     own |= options
   if cfg.method in _PROJECTORS:
     own["projector_type"] = cfg.method
+  if cfg.sliding_window is not None:
+    config["sliding_window_convention"] = cfg.sliding_window_convention
   if cfg.method == "domino":
     config["emb_dim"] = options["emb_dim"]
-  return _with_causality(cfg, config | {"dflash_config": own})
+  config |= drafter_options.causality_json(cfg)
+  return config | {"dflash_config": own}
 
 
 def _write_deepspec(cfg, layers, target) -> dict[str, Any]:
@@ -267,7 +278,7 @@ def _write_deepspec(cfg, layers, target) -> dict[str, Any]:
     "num_anchors": _DEEPSPEC_ANCHORS,
     "tie_word_embeddings": False,
   }
-  return _with_causality(cfg, config)
+  return config | drafter_options.causality_json(cfg)
 
 
 def _with_rope_parameters(layers: dict[str, Any]) -> dict[str, Any]:
@@ -327,10 +338,20 @@ def _lacking_in_speculators(cfg) -> str | None:
   return None
 
 
+def _lacking_in_specforge(cfg) -> str | None:
+  # Its DSpine is causal in all layers unless `is_causal` is false for all.
+  if cfg.method == "dspine" and drafter_options.only_sliding_is_causal(cfg):
+    return "cannot say that DSpine's sliding layers alone are causal"
+  return None
+
+
 FORMS: dict[str, Form] = {
   "zlab": Form(("dflash", "dflash2"), _write_zlab, ("automodel",)),
   "specforge": Form(
-    tuple(_ARCHITECTURES), _write_specforge, ("specforge", "automodel")
+    tuple(_ARCHITECTURES),
+    _write_specforge,
+    ("specforge", "automodel"),
+    lacks=_lacking_in_specforge,
   ),
   "deepspec": Form(("dspark",), _write_deepspec, (), tables="always"),
   "speculators": Form(

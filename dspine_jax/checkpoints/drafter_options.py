@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dspine_jax import configs
+from dspine_jax import attention_masks, configs
 
 type Json = Mapping[str, Any]
 
@@ -44,6 +44,9 @@ _RELEASED = {
     "candidate_mass_threshold",
   ),
 }
+
+# Methods whose released files state `is_causal`.
+_STATE_CAUSALITY = ("dflash2", "dspine")
 
 
 def shift_key(method: str) -> str:
@@ -111,3 +114,22 @@ def common_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
   if cfg.decay_gamma != gamma:
     own["loss_decay_gamma"] = cfg.decay_gamma
   return own
+
+
+def causality_json(cfg: configs.DrafterConfig) -> dict[str, Any]:
+  """`is_causal` where it is usual or decides how layers run, else nothing.
+
+  SpecForge and SGLang run sliding layers causally if it is absent, and all
+  layers as it says if it is there.
+  """
+  usual = configs.conventions(cfg.method).is_causal
+  states = cfg.sliding_window is not None or cfg.method in _STATE_CAUSALITY
+  if cfg.is_causal != usual or (states and not only_sliding_is_causal(cfg)):
+    return {"is_causal": cfg.is_causal}
+  return {}
+
+
+def only_sliding_is_causal(cfg: configs.DrafterConfig) -> bool:
+  """Whether sliding layers are causal in the block and full ones are not."""
+  rule = attention_masks.WINDOW_CONVENTIONS[cfg.sliding_window_convention]
+  return rule.is_causal and not cfg.is_causal

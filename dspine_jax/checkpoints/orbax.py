@@ -55,6 +55,13 @@ class TrainingCheckpoints:
     self.wait()
     return self._manager.latest_step()
 
+  def last_good(self) -> str:
+    """What a run that cannot go on says about where it can go on from."""
+    step = self.latest_step()
+    if step is None:
+      return "there is no good checkpoint yet"
+    return f"the last good checkpoint is of step {step}"
+
   def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
     """Starts to write `state` and a small JSON `meta` under `step`.
 

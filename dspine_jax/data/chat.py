@@ -62,7 +62,7 @@ def render(
 class _Generation(jinja2.ext.Extension):
   """{% generation %}: marks for others what the assistant says."""
 
-  tags = frozenset({"generation"})
+  tags: set[str] = {"generation"}  # noqa: RUF012
 
   def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
     next(parser.stream)

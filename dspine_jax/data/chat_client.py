@@ -10,6 +10,7 @@ path). Many conversations at a time are `data/completions.py`.
 import dataclasses
 import http.client
 import json
+import math
 import random
 import socket
 import ssl
@@ -42,6 +43,14 @@ class ServerError(ValueError):
   """Asking on is of no use: the server is away, or it refuses everything."""
 
 
+class AwayError(ServerError):
+  """The server did not answer for as long as it was waited for."""
+
+
+class NoPathError(ServerError):
+  """The server knows no such path (404)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Server:
   """Where and how to ask.
@@ -72,8 +81,9 @@ class Server:
     if not usable:
       raise ValueError(f"url={self.url}: not like http://localhost:30000")
     for name in ("concurrency", "patience_s", "timeout_s"):
-      if getattr(self, name) <= 0:
-        raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+      value = getattr(self, name)
+      if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value}: must be positive and finite")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +177,7 @@ class Patience:
       self._why = why
       gone_s = now_s - self._since_s
     if gone_s > self._server.patience_s:
-      raise ServerError(
+      raise AwayError(
         f"{self._server.url}: no answer for {gone_s:.0f} s ({why})"
       )
 
@@ -250,7 +260,10 @@ class Asker:
 
   def models(self) -> list[str]:
     """Names of the served models, asked once."""
-    told = self._send("GET", "/v1/models")
+    try:
+      told = self._send("GET", "/v1/models")
+    except NoPathError as error:
+      raise ServerError(f"{error}; check the URL") from None
     try:
       return [model["id"] for model in json.loads(told)["data"]]
     except (ValueError, LookupError, TypeError):
@@ -289,7 +302,9 @@ class Asker:
       raise FaultError(told, after_s)
     if status in _PASSING:
       raise PassingError(told, after_s)
-    raise ServerError(f"{self._server.url}{path}: {told}")
+    missing = status == http.client.NOT_FOUND
+    kind = NoPathError if missing else ServerError
+    raise kind(f"{self._server.url}{path}: {told}")
 
   def _connected(self) -> http.client.HTTPConnection:
     if self._connection is None:

@@ -138,10 +138,27 @@ def train_tokenizer(
 
 
 def encode_files(
-  tokenizer: tokenizers.Tokenizer, files: Sequence[TextFile]
+  tokenizer: tokenizers.Tokenizer,
+  files: Sequence[TextFile],
+  *,
+  otherwise: Sequence[int] = (),
 ) -> list[np.ndarray]:
-  """Token ids [n] int32 of each file, ended by the end-of-text token."""
+  """Token ids [n] int32 of each file, ended by the end-of-text token.
+
+  Args:
+    tokenizer: of the ids.
+    files: the texts.
+    otherwise: the first of these ends a file where the tokenizer has no token
+      of that name.
+
+  Raises:
+    ValueError: there is neither.
+  """
   end = tokenizer.token_to_id(END_OF_TEXT)
+  if end is None:
+    if not otherwise:
+      raise ValueError(f"the tokenizer has no {END_OF_TEXT} token")
+    end = otherwise[0]
   encodings = tokenizer.encode_batch([file.text for file in files])
   return [np.asarray(encoding.ids + [end], np.int32) for encoding in encodings]
 

@@ -196,10 +196,12 @@ class _Reporter:
     for name in ("loss", "grad_norm", "param_norm"):
       if not np.isfinite(metrics[name]):
         checkpoints = self._checkpoints
-        kept = checkpoints.latest_step() if checkpoints is not None else None
+        kept = "no checkpoint is kept"
+        if checkpoints is not None:
+          kept = checkpoints.last_good()
         raise ValueError(
-          f"{name} is {metrics[name]} at step {step}; the last good checkpoint"
-          f" is of step {kept} (a lower learning rate may help)"
+          f"{name} is {metrics[name]} at step {step}; {kept} (a lower learning"
+          " rate may help)"
         )
     self._on_metrics(step, metrics)
     return bool(votes)

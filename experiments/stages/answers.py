@@ -26,7 +26,9 @@ def read_text(folder: str | None) -> corpus.Corpus:
 
 
 def parse_temperatures(values: Sequence[str]) -> list[float]:
-  """The numbers of --temperatures; ValueError if one is not possible."""
+  """The numbers of --temperatures; ValueError if none or one not possible."""
+  if not values:
+    raise ValueError("--temperatures: at least one is needed")
   try:
     temperatures = [float(value) for value in values]
     for temperature in temperatures:
@@ -66,10 +68,20 @@ def answer_parts(
   Returns:
     "train_t<T>" for each temperature and "held_out" (temperature 0, whose
     answers also are the autoregressive reference of the evaluation).
+
+  Raises:
+    ValueError: the target knows no end of a text, or the text is too short.
   """
 
   def windows(files, count, part_seed):
-    streams = corpus.encode_files(target.tokenizer, files)
+    try:
+      streams = corpus.encode_files(
+        target.tokenizer, files, otherwise=target.model.cfg.eos_token_ids
+      )
+    except ValueError as error:
+      raise ValueError(
+        f"target {target.name}: {error}, and its config.json no eos_token_id"
+      ) from None
     return prompts.cut_prompts(
       streams, length=prompt_tokens, count=count, seed=part_seed
     )

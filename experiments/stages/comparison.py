@@ -21,6 +21,7 @@ from dspine_jax.checkpoints import hf_config
 from dspine_jax.data import answers as answers_lib
 from dspine_jax.data import sources
 from dspine_jax.decoding import generate, metrics
+from dspine_jax.target import tapped_layers
 from experiments import run_io, targets
 from experiments.stages import evaluation, proxy, training
 
@@ -108,7 +109,21 @@ def drafter_config(
 
   Without `sizes` the default ones, as far as the target is wide enough; `block`
   goes to `configs.drafter_for`: causality and windows.
+
+  Raises:
+    ValueError: the target is not deep enough for so many draft layers, or what
+      a configuration refuses.
   """
+  depth = target.model.cfg.num_layers
+  try:
+    tapped_layers.check_tapped_layers(
+      tapped_layers.tapped_layers(depth, num_layers), depth
+    )
+  except ValueError:
+    raise ValueError(
+      f"--num_layers={num_layers}: each draft layer taps a layer of its own of"
+      f" --target={target.name}, which has {depth} layers: too few"
+    ) from None
   if sizes is None:
     sizes = Sizes(transfer_rank=min(128, target.model.cfg.hidden_size))
   options = sizes.options(method, steps)

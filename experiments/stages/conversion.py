@@ -7,13 +7,17 @@ dequantised.
 
 import functools
 import pathlib
+import re
 import shutil
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dspine_jax import configs
 from dspine_jax.checkpoints import (
+  drafter_config,
   drafter_conversion,
+  drafter_formats,
   hf_config,
   names,
   target_folder,
@@ -22,7 +26,6 @@ from dspine_jax.checkpoints import (
 from experiments import run_io, targets
 
 HEADERS = ("", "kind", "form", "tensors", "parameters", "dtype", "GB")
-TARGET = "target"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pth", ".gguf")
 
 
@@ -54,41 +57,6 @@ def _size(reader: tensors.Reader, name: str) -> int:
   return int(np.prod(reader.shape(name), dtype=np.int64))
 
 
-def resolve_source(name: str) -> pathlib.Path | str:
-  """A folder of a model; of a training's work directory, its drafter.
-
-  Raises:
-    ValueError: no such folder, or a training that has not ended.
-  """
-  if is_gguf(name) or name == targets.EMBEDDED:
-    return name
-  folder = pathlib.Path(name)
-  if (folder / "drafter" / "config.json").exists():
-    return folder / "drafter"
-  if (folder / "checkpoints").is_dir():
-    raise ValueError(
-      f"--source={name}: a training that has not written its drafter yet; let"
-      " it end, the same command resumes it"
-    )
-  if (folder / "config.json").exists():
-    return folder
-  raise ValueError(f"--source={name}: no config.json there")
-
-
-def is_gguf(name: str) -> bool:
-  """Whether a target comes as one GGUF file."""
-  return name == targets.SMOLLM2 or name.endswith(".gguf")
-
-
-def is_target(source: pathlib.Path | str) -> bool:
-  """Whether a source is a target rather than a drafter."""
-  if isinstance(source, str):
-    return True
-  config = hf_config.read_json(source / "config.json")
-  known = config.get("architectures") or ()
-  return any(name.endswith("ForCausalLM") for name in known)
-
-
 def inspect_target(folder: pathlib.Path) -> HfTarget:
   """What a target folder holds; its headers are read, not its tensors.
 
@@ -104,12 +72,63 @@ def inspect_target(folder: pathlib.Path) -> HfTarget:
   return HfTarget(folder, config, reader, reader.in_shard_order(list(shapes)))
 
 
+def in_flags(
+  error: ValueError, form: str, cfg: configs.DrafterConfig
+) -> ValueError:
+  """An error about a drafter's form by the flags that mend it.
+
+  Args:
+    error: of `drafter_conversion.convert`; one about something else is kept.
+    form: that it was to write.
+    cfg: of the drafter.
+  """
+  about = f"form={form!r}: "
+  if not str(error).startswith(about):
+    return error
+  reason = str(error).removeprefix(about)
+  asking = re.compile("name (its|the) target")
+  if asking.search(reason):
+    reason = asking.sub(r"name with --target=FOLDER \1 target", reason)
+    return ValueError(f"--to={form}: {reason}")
+  able = [name for name in drafter_formats.FORMS if _can_hold(name, cfg)]
+  way_out = f"--to={' or '.join(able)} can hold it" if able else "no form can"
+  return ValueError(f"--to={form}: {reason}; {way_out}")
+
+
+def _can_hold(form: str, cfg: configs.DrafterConfig) -> bool:
+  try:
+    drafter_formats.check_expressible(form, cfg)
+  except ValueError:
+    return False
+  return True
+
+
+def _forms(source: drafter_conversion.Source) -> str:
+  """The source's form, and those that would be written just like it."""
+  own = _written(source.cfg, source.form)
+  alike = [
+    form
+    for form in drafter_formats.FORMS
+    if form == source.form
+    or (own is not None and _written(source.cfg, form) == own)
+  ]
+  return ", ".join(alike)
+
+
+def _written(cfg: configs.DrafterConfig, form: str) -> dict[str, Any] | None:
+  """The config.json in a form, None if it has no place for the drafter."""
+  try:
+    return drafter_config.to_json(cfg, form)
+  except ValueError:
+    return None
+
+
 def drafter_row(label: str, source: drafter_conversion.Source) -> list[str]:
   """One line of the table of what was found."""
   return [
     label,
     source.cfg.method,
-    source.form,
+    _forms(source),
     str(len(source.found)),
     f"{source.num_parameters:,}",
     source.dtype,

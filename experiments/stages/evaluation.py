@@ -14,6 +14,7 @@ from dspine_jax.data import answers as answers_lib
 from dspine_jax.decoding import generate, metrics
 from dspine_jax.target import model
 from experiments import run_io, targets
+from experiments.stages import model_folders
 
 
 class Decoded(NamedTuple):
@@ -40,9 +41,12 @@ def load_drafter(
   Tables of its own that are the target's are dropped; others it decodes with.
 
   Raises:
-    ValueError: a drafter of another target, or one that cannot be read.
+    ValueError: a drafter of another target, one that cannot be read, or a run's
+      work directory.
   """
   embedded = name == targets.EMBEDDED
+  if not embedded:
+    model_folders.refuse_work_dir(name)
   folder = targets.embedded_folder("drafter") if embedded else name
   loaded = drafter_folder.load_drafter(folder)
   try:

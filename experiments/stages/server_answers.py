@@ -65,9 +65,14 @@ def model_name(server: chat_client.Server, wanted: str | None) -> str:
     ValueError: it is not served, or there is no such server.
   """
   with run_io.Progress(1, "server", "answers") as progress:
-    models = completions.served_models(
-      server, lambda why: progress.update(0, waiting=why)
-    )
+    try:
+      models = completions.served_models(
+        server, lambda why: progress.update(0, waiting=why)
+      )
+    except chat_client.AwayError as error:
+      raise ValueError(
+        f"--server={error}; start it and repeat the command"
+      ) from None
   if wanted is None and models:
     return models[0]
   if wanted not in models:

@@ -29,7 +29,9 @@ def load_parts(
   paths = [pathlib.Path(folder) / f"{name}.npz" for name in names]
   for path in paths:
     if not path.exists():
-      raise ValueError(f"--answers={folder}: no part {path.name} there")
+      raise ValueError(
+        f"--answers={folder}: no part {path.name} there{_served(folder)}"
+      )
   answers = answers_lib.join([answers_lib.load(path) for path in paths])
   if answers.tokens.max() >= target.model.cfg.vocab_size:
     raise ValueError(
@@ -37,6 +39,22 @@ def load_parts(
       f" vocab_size={target.model.cfg.vocab_size} of --target={target.name}"
     )
   return answers
+
+
+def _served(folder: str | pathlib.Path) -> str:
+  """What to do with a folder that has a served model's answers alone."""
+  served = sorted(
+    path
+    for path in pathlib.Path(folder).glob("train_t*.jsonl")
+    if not path.name.endswith(".left_out.jsonl")
+  )
+  if not served or any(pathlib.Path(folder).glob("*.npz")):
+    return ""
+  return (
+    f": a served model's answers, for train_drafter --chats={served[0]};"
+    " answers to decode (held_out, benchmarks) come from make_answers without"
+    " --server, with --target and a --work_dir of their own"
+  )
 
 
 def load_benchmarks(
@@ -61,7 +79,9 @@ def load_benchmarks(
     paths = sorted(pathlib.Path(folder).glob("*.npz"))
     names = [p.stem for p in paths if not p.stem.startswith("train")]
   if not names:
-    raise ValueError(f"--answers={folder}: no part to decode there")
+    raise ValueError(
+      f"--answers={folder}: no part to decode there{_served(folder)}"
+    )
   sets = {name: load_parts(folder, [name], target) for name in names}
   return {
     name: part.select(np.arange(min(limit, len(part.lengths))))

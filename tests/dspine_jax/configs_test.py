@@ -160,6 +160,8 @@ def test_an_impossible_optimizer_is_refused_by_name(changes, match):
   ("changes", "match"),
   [
     ({"temperature": -0.1}, "temperature=-0.1"),
+    ({"temperature": math.inf}, "temperature=inf"),
+    ({"temperature": math.nan}, "temperature=nan"),
     ({"top_k": -1}, "top_k=-1"),
     ({"top_p": 0.0}, "top_p=0.0"),
     ({"top_p": 1.1}, "top_p=1.1"),

@@ -138,6 +138,15 @@ def test_a_drafter_of_another_target_is_refused_with_both_sizes(
   assert not (tmp_path / "run").exists()
 
 
+def test_answers_of_a_served_model_are_not_decoded(tiny, tmp_path):
+  for name in ("train_t0.jsonl", "train_t0.left_out.jsonl"):
+    (tmp_path / name).write_text("{}\n")
+  error = fail(tiny, "evaluate_drafter", tmp_path / "run", answers=tmp_path)
+  assert "no part held_out.npz there: a served model's answers" in error
+  assert f"--chats={tmp_path / 'train_t0.jsonl'};" in error
+  assert "make_answers without --server" in error
+
+
 def test_a_part_that_the_answers_do_not_have_is_named(tiny, tmp_path):
   run = tmp_path / "run"
   error = fail(tiny, "train_drafter", run, parts=["train_t0", "train_t7"])
@@ -255,7 +264,8 @@ IMPOSSIBLE = [
   ("train_drafter", {"chunk_blocks": 0}, "chunk_blocks=0"),
   ("train_drafter", {"learning_rate": 0}, "learning_rate=0.0"),
   ("train_drafter", {"learning_rate": "nan"}, "learning_rate=nan"),
-  ("train_drafter", {"num_layers": 8}, "target_layer_ids=["),
+  ("train_drafter", {"num_layers": 8}, "--num_layers=8: "),
+  ("train_drafter", {"cache_gb": "nan"}, "--cache_gb=nan: must be a finite"),
   ("train_drafter", {"top_k": 301}, "top_k=301: cannot exceed vocab_size=300"),
   ("train_drafter", {"top_k": 0}, "top_k=0"),
   ("train_drafter", {"transfer_rank": 33}, "transfer_rank=33"),
@@ -280,6 +290,8 @@ IMPOSSIBLE = [
   ("train_target", {"learning_rate": -1}, "learning_rate=-1.0"),
   ("make_answers", {"temperatures": ["0", "hot"]}, "--temperatures=0,hot"),
   ("make_answers", {"temperatures": ["0", "-1"]}, "--temperatures=0,-1"),
+  ("make_answers", {"temperatures": ["0", "inf"]}, "--temperatures=0,inf"),
+  ("make_answers", {"temperatures": ""}, "--temperatures: at least one"),
   ("make_answers", {"new_tokens": 1}, "new_tokens"),
   ("evaluate_drafter", {"temperatures": ["0", "-1"]}, "--temperatures=0,-1"),
   ("evaluate_drafter", {"sampling_top_p": 0}, "top_p=0.0"),
@@ -304,7 +316,7 @@ IMPOSSIBLE = [
   ("generate", {"max_new_tokens": 0}, "max_new_tokens"),
   ("generate", {"color": "red"}, "color"),
   ("quickstart", {"block_size": 1}, "block_size=1"),
-  ("quickstart", {"num_layers": 8}, "target_layer_ids=["),
+  ("quickstart", {"num_layers": 8}, "--num_layers=8: "),
   ("quickstart", {"speed_prompts": 0}, "speed_prompts"),
   ("quickstart", {"seed": -1}, "seed"),
 ]
@@ -329,6 +341,11 @@ OTHER = [
   ("train_drafter", {"seed": 1}, "train.seed is 0 there and 1 now"),
   ("train_drafter", {"steps": 3}, "total_steps is 2 there and 3 now"),
   ("train_drafter", {"block_size": 4}, "block_size is 16 there and 4 now"),
+  (
+    "train_drafter",
+    {"features": "on_the_fly"},
+    'features.choice is "auto" there and "on_the_fly" now',
+  ),
   ("quickstart", {"steps": 3}, "steps is 2 there and 3 now"),
 ]
 

@@ -13,11 +13,24 @@ from dspine_jax.checkpoints import (
   tensors,
 )
 from experiments import targets
-from tests import script_runner
+from experiments.stages import evaluation
+from tests import drafter_files, script_runner
 
 
 def convert(**values):
   return script_runner.run("convert_checkpoint", **values)
+
+
+def write_run(folder):
+  """What every run leaves in its work directory."""
+  folder.mkdir()
+  (folder / "config.json").write_text('{"seed": 0}')
+  (folder / "command.txt").write_text("train\n")
+
+
+def contents(folder):
+  files = (path for path in folder.rglob("*") if path.is_file())
+  return {str(path): path.read_bytes() for path in files}
 
 
 def read_config(folder):
@@ -35,7 +48,7 @@ def test_a_drafter_goes_to_another_form_and_back(tiny, tmp_path):
   )
   lines = [line.split() for line in done.stdout.splitlines()[2:]]
   assert [line[:4] for line in lines] == [
-    ["source", "dflash", "zlab", "25"],
+    ["source", "dflash", "zlab,", "specforge"],  # Written alike.
     ["written", "dflash", "speculators", "25"],
   ]
   assert "100.0%" in done.stderr
@@ -83,8 +96,15 @@ def test_the_drafter_of_a_training_is_found_in_its_work_directory(
   ("values", "match"),
   [
     ({"source": None}, "--source must name what to convert"),
-    ({"source": "nowhere"}, "--source=nowhere: no config.json there"),
-    ({"to": "deepspec"}, "form='deepspec': has no dflash"),
+    ({"source": "nowhere"}, "^--source=nowhere: no such folder$"),
+    ({"source": "empty"}, "^--source=.*/empty: no config.json there$"),
+    ({"source": "file"}, "^--source=.*: is a file; a folder or a .*gguf"),
+    ({"source": "run"}, "^--source=.*/run: the work directory of a run"),
+    ({"to": "deepspec"}, "^--to=deepspec: has no dflash .*; --to=zlab or"),
+    ({"max_shard_gb": "nan"}, "--max_shard_gb=nan"),
+    ({"max_shard_gb": "inf"}, "--max_shard_gb=inf"),
+    ({"max_shard_gb": 0}, "--max_shard_gb=0"),
+    ({"max_shard_gb": -1}, "--max_shard_gb=-1"),
     ({"to": "target"}, "--to=target: --source=.* is a drafter"),
     ({"destination": "full"}, "is not empty; --overwrite replaces"),
     ({"source": "unfinished"}, "has not written its drafter yet"),
@@ -97,7 +117,11 @@ def test_what_cannot_be_converted_is_one_line(tiny, tmp_path, values, match):
   (tmp_path / "unfinished" / "config.json").write_text("{}")
   (tmp_path / "full").mkdir()
   (tmp_path / "full" / "a").write_text("kept")
-  places = {"target": tiny.target, "unfinished": tmp_path / "unfinished"}
+  (tmp_path / "empty").mkdir()
+  write_run(tmp_path / "run")
+  names = ("unfinished", "empty", "run")
+  places = {name: tmp_path / name for name in names}
+  places |= {"target": tiny.target, "file": tmp_path / "full" / "a"}
   given = {"source": tiny.drafter, "destination": tmp_path / "out"} | values
   if given["destination"] == "full":
     given["destination"] = tmp_path / "full"
@@ -107,6 +131,90 @@ def test_what_cannot_be_converted_is_one_line(tiny, tmp_path, values, match):
   assert re.search(match, done.error), done.error
   assert not (tmp_path / "out").exists()
   assert (tmp_path / "full" / "a").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+  ("source", "destination", "match"),
+  [
+    ("drafter", "target", "its config.json is that of a target, which a draf"),
+    ("target", "drafter", "its config.json is that of a drafter, which a tar"),
+    ("drafter", "other", "its config.json is that of something else"),
+    ("drafter", "run", "the work directory of a run .command.txt is there"),
+    ("run", "run", "the work directory of a run .command.txt is there"),
+    ("drafter", "saved", "the work directory of a run .checkpoints is there"),
+    ("drafter", "drafter/sub", "lies inside --source="),
+    ("run", "run/drafter/sub", "lies inside --source="),
+    ("run/drafter", ".", "lies around --source="),
+    ("target", "target/config.json", "is a file, not a folder"),
+  ],
+)
+def test_overwrite_spares_what_is_no_such_model(
+  tiny, tmp_path, source, destination, match
+):
+  shutil.copytree(tiny.drafter, tmp_path / "drafter")
+  shutil.copytree(tiny.target, tmp_path / "target")
+  write_run(tmp_path / "run")
+  shutil.copytree(tiny.drafter, tmp_path / "run" / "drafter")
+  (tmp_path / "saved" / "checkpoints").mkdir(parents=True)
+  (tmp_path / "other").mkdir()
+  (tmp_path / "other" / "config.json").write_text("{}")
+  before = contents(tmp_path)
+  done = convert(
+    source=tmp_path / source,
+    destination=tmp_path / destination,
+    overwrite=True,
+  )
+  assert done.status == 1
+  folder = re.escape(str(tmp_path / destination))
+  assert re.search(f"^--destination={folder}: {match}", done.error), done.error
+  assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["drafter", "target"])
+def test_a_model_is_written_anew_in_its_own_place(tiny, tmp_path, kind):
+  folder = tmp_path / "model"
+  shutil.copytree(getattr(tiny, kind), folder)
+  before = contents(folder)
+  values = {"source": folder, "destination": tmp_path / "." / "model"}
+  assert "--overwrite" in convert(**values).error
+  assert contents(folder) == before
+  script_runner.run_well(
+    "convert_checkpoint", **values, overwrite=True, dtype="bfloat16"
+  )
+  after = contents(folder)
+  assert set(after) == set(before)
+  weights = str(folder / tensors.SINGLE)
+  assert len(after[weights]) < len(before[weights])
+
+
+@pytest.mark.parametrize(
+  ("method", "form", "to", "match"),
+  [
+    ("dspine", "specforge", "zlab", "has no dspine .*; --to=specforge can"),
+    ("dflash", "speculators", "zlab", "name with --target=FOLDER its target"),
+    ("dspark", "specforge", "deepspec", "name with --target=FOLDER the target"),
+    ("dspark", "deepspec", "specforge", "name with --target=FOLDER the target"),
+  ],
+)
+def test_a_refused_form_says_which_flag_helps(
+  tmp_path, method, form, to, match
+):
+  drafter_files.save(tmp_path / "a", method, form)
+  done = convert(source=tmp_path / "a", destination=tmp_path / "b", to=to)
+  assert done.status == 1
+  assert re.search(f"^--to={to}: .*{match}", done.error), done.error
+  assert not (tmp_path / "b").exists()
+
+
+def test_a_work_directory_is_no_drafter_and_its_own_is_named(tiny, tmp_path):
+  target = targets.load(str(tiny.target))
+  write_run(tmp_path / "run")
+  with pytest.raises(ValueError, match="^--drafter=.*/run: the work directory"):
+    evaluation.load_drafter(tmp_path / "run", target)
+  shutil.copytree(tiny.drafter, tmp_path / "run" / "drafter")
+  with pytest.raises(ValueError, match="its drafter is --drafter=.*/drafter$"):
+    evaluation.load_drafter(tmp_path / "run", target)
+  evaluation.load_drafter(tmp_path / "run" / "drafter", target)
 
 
 def test_a_target_gets_other_shards_and_keeps_its_other_files(tiny, tmp_path):

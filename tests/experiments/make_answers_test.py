@@ -1,11 +1,12 @@
 """A killed decoding of answers goes on in the middle of a part."""
 
 import json
+import shutil
 
 import pytest
 
 from dspine_jax.data import answers as answers_lib
-from dspine_jax.data import journal
+from dspine_jax.data import corpus, journal, prompts
 from tests import script_runner
 
 CHATML = (
@@ -97,3 +98,36 @@ def test_a_journal_of_other_prompts_is_told(values, tmp_path):
   error = make(values, tmp_path).error
   assert error.startswith(f"{tmp_path / 'train_t1.journal'}: line 1")
   assert "delete the file" in error
+
+
+def test_text_ends_with_the_target_s_own_token_where_it_has_no_other(
+  tiny, tmp_path, monkeypatch
+):
+  target = shutil.copytree(tiny.target, tmp_path / "target")
+  path = target / "tokenizer.json"
+  path.write_text(path.read_text().replace(corpus.END_OF_TEXT, "<|im_end|>"))
+  config = json.loads((target / "config.json").read_text())
+
+  def stop(streams, **unused_options):
+    raise ValueError(f"ends: {sorted({int(ids[-1]) for ids in streams})}")
+
+  monkeypatch.setattr(prompts, "cut_prompts", stop)
+  for end, told in (
+    (7, "ends: [7]"),
+    (
+      None,
+      f"target {target}: the tokenizer has no <|endoftext|> token, and its"
+      " config.json no eos_token_id",
+    ),
+  ):
+    config["eos_token_id"] = end
+    (target / "config.json").write_text(json.dumps(config))
+    # A first try that made nothing does not claim the directory.
+    done = script_runner.run(
+      "make_answers",
+      target=target,
+      corpus=tiny.corpus,
+      temperatures=int(end is None),
+      work_dir=tmp_path / "run",
+    )
+    assert done.error == told

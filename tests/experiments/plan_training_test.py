@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import sys
 
 import pytest
 from absl import flags
@@ -153,6 +154,21 @@ def test_what_a_recipe_cannot_have_is_named(tmp_path):
     plan_training.parse(path, [])
   with pytest.raises(ValueError, match="--recipe=nothing: .*qwen3_8b_dspine"):
     plan_training.recipe_file("nothing")
+  with pytest.raises(ValueError, match="--recipe: needed.*qwen3_8b_dspine"):
+    plan_training.recipe_file(None)
+  path.write_text("# nothing\n")
+  with pytest.raises(ValueError, match=r"--recipe=.*mine\.flags: no flag in"):
+    plan_training.recipe_file(str(path))
+  path.write_bytes(b"\x7fELF\xff")
+  with pytest.raises(ValueError, match=r"mine\.flags: not a text file"):
+    plan_training.recipe_file(str(path))
+  path.write_text("Some prose.\n--seed=1\n")
+  with pytest.raises(ValueError, match=r"mine\.flags: 'Some prose\.' is no"):
+    plan_training.parse(path, [])
+  with pytest.raises(ValueError, match="--num_layers=100: .* has 36 layers"):
+    planned("qwen3_8b_dspine", "--num_layers=100")
+  with pytest.raises(ValueError, match="--devices=8: --device=cpu is planned"):
+    planned("embedded_dspine", "--device=cpu", "--devices=8")
   with pytest.raises(ValueError, match="--target=Qwen9: .*Qwen3-8B"):
     planned("qwen3_8b_dspine", "--target=Qwen9")
   with pytest.raises(ValueError, match="--batch_size=16.*--devices=3"):
@@ -174,3 +190,22 @@ def test_a_folder_s_own_config_comes_before_the_published_one(tmp_path):
   assert run.target.num_layers == 40
   elsewhere = f"--target={tmp_path}/gone/Qwen3-8B"
   assert planned("qwen3_8b_dspine", elsewhere).target.num_layers == 36
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_plan(
+  tmp_path, monkeypatch
+):
+  (tmp_path / "file").touch()
+  out = tmp_path / "file" / "plans"
+  arguments = ["--recipe=qwen3_8b_dspine", "--devices=8", f"--out={out}"]
+  flags.FLAGS(["plan_training", *arguments])
+  monkeypatch.setattr(sys, "argv", ["plan_training", *arguments])
+  monkeypatch.setattr(plan_training, "lines", None)
+  with pytest.raises(ValueError, match=f"--out={out}: cannot make or write"):
+    plan_training.main([])
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "num_layers", "steps"])
+def test_help_says_which_targets_a_default_is_for(name):
+  words = flags.FLAGS[name].help
+  assert "embedded target" in words and "recipes" in words

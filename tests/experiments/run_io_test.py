@@ -210,20 +210,6 @@ def test_work_dir_must_be_named():
     open_dir("")
 
 
-def test_resume_with_another_config_names_keys_and_both_values(tmp_path):
-  open_dir(tmp_path)
-  other = {"method": "dspine", "model": {"size": 128}, "seed": 0}
-  with pytest.raises(ValueError) as caught:
-    open_dir(tmp_path, config=other, resume=True)
-  message = str(caught.value)
-  assert f"--work_dir={tmp_path}" in message
-  assert "model.size is 64 there and 128 now" in message
-  assert "model.layers is [0, 2] there and absent now" in message
-  assert "seed is absent there and 0 now" in message
-  assert "method" not in message
-  assert read_json(tmp_path / "config.json") == CONFIG
-
-
 def test_resume_with_the_same_config_adds_its_command(tmp_path):
   open_dir(tmp_path)
   same = {"model": {"layers": (0, 2), "size": np.int32(64)}, "method": "dspine"}

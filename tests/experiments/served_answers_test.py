@@ -237,10 +237,16 @@ def test_what_cannot_be_asked_is_told_in_one_line(prompts, tmp_path):
 
   url = f"http://127.0.0.1:{free_port()}"
   error = fail(url, server_patience=0.3)
-  assert url in error and "Connection refused" in error
+  assert error.startswith(f"--server={url}: no answer for ")
+  assert error.endswith("(Connection refused); start it and repeat the command")
+  assert fail(url, temperatures="") == "--temperatures: at least one is needed"
+  for name in ("server_patience", "request_timeout"):
+    assert f"--{name}=nan: must be a finite" in fail(url, **{name: "nan"})
   assert "--server=nowhere: url=nowhere: not like" in fail("nowhere")
   with openai_server.here() as url:
-    assert f"{url}/x/v1/models: 404 Not Found" in fail(url + "/x")
+    error = fail(url + "/x")
+    assert f"{url}/x/v1/models: 404 Not Found" in error
+    assert error.endswith("; check the URL")
     error = fail(url, served_model="other")
     assert error == f"--served_model=other: {url} serves served"
     error = fail(url, api_key_env="NO_SUCH_KEY")
@@ -265,7 +271,7 @@ def test_other_prompts_in_the_same_directory_are_refused(
     kill_after(5, monkeypatch, url, prompts, tmp_path)
     before = (tmp_path / "train_t0.journal").read_bytes()
     own = write_prompts(tmp_path / "own.jsonl", PROMPTS[::-1])
-    assert "prompts_digest" in ask(url, own, tmp_path).error
+    assert "content of prompts has changed" in ask(url, own, tmp_path).error
     assert "new_tokens is 3 there" in (
       ask(url, prompts, tmp_path, new_tokens=4).error
     )

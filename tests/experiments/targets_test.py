@@ -158,3 +158,16 @@ def test_a_target_may_be_loaded_in_bfloat16(tiny):
   got = targets.load(str(tiny.target), dtype="bfloat16").model
   assert got.cfg.dtype == "bfloat16"
   assert {x.dtype for x in jax.tree.leaves(got.params)} == {jnp.bfloat16.dtype}
+
+
+def test_a_tokenizer_neither_pads_nor_cuts_whatever_its_file_says(
+  tiny, tmp_path
+):
+  folder = shutil.copytree(tiny.target, tmp_path / "target")
+  path = str(folder / "tokenizer.json")
+  tokenizer = tokenizers.Tokenizer.from_file(path)
+  tokenizer.enable_padding(length=50)
+  tokenizer.enable_truncation(max_length=3)
+  tokenizer.save(path)
+  loaded = targets.load(str(folder)).tokenizer
+  assert 3 < len(loaded.encode("import os, sys").ids) < 50

@@ -152,16 +152,13 @@ def test_speculators_files_are_read_and_written_as_they_are():
 
 
 def test_speculators_methods_have_the_released_conventions():
-  common = {
-    k: v for k, v in SPECULATORS_8B.items() if k != "sample_from_anchor"
-  }
+  common = SPECULATORS_8B
   full = common | {"draft_vocab_size": 151936}
   spark = full | {"speculators_model_type": "dspark", "markov_rank": 64}
-  cfg = drafter_config.from_json(spark)
+  cfg = drafter_config.from_json(spark | {"sample_from_anchor": True})
   assert (cfg.method, cfg.dspark.markov_rank) == ("dspark", 64)
   assert cfg.num_proposals == 8
-  later = drafter_config.from_json(spark | {"sample_from_anchor": False})
-  assert later.num_proposals == 7
+  assert drafter_config.from_json(spark).num_proposals == 7
   layers = common["transformer_layer_config"] | {
     "layer_types": ["sliding_attention"] * 5,
     "sliding_window": 2048,
@@ -180,6 +177,38 @@ def test_speculators_methods_have_the_released_conventions():
   assert drafter_config.from_json(again) == cfg
 
 
+SLIDING_8B = SPECULATORS_8B["transformer_layer_config"] | {
+  "layer_types": ["sliding_attention", *["full_attention"] * 4],
+  "sliding_window": 2048,
+}
+
+
+@pytest.mark.parametrize("absent", ["no key", "null"])
+@pytest.mark.parametrize(
+  ("method", "convention"),
+  [
+    ("dflash", "speculators"),
+    ("dspark", "speculators"),
+    ("dflash2", "speculators_non_causal"),
+  ],
+)
+def test_keys_that_speculators_files_lack_are_its_own_defaults(
+  method, convention, absent
+):
+  config = SPECULATORS_8B | {
+    "draft_vocab_size": 151936,
+    "speculators_model_type": method,
+    "transformer_layer_config": SLIDING_8B,
+  }
+  for key in ("block_size", "sliding_window_non_causal"):
+    config[key] = None
+    if absent == "no key":
+      del config[key]
+  cfg = drafter_config.from_json(config)
+  assert (cfg.block_size, cfg.sliding_window) == (8, 2048)
+  assert cfg.sliding_window_convention == convention
+
+
 @pytest.mark.parametrize(
   ("changes", "match"),
   [
@@ -194,6 +223,10 @@ def test_speculators_methods_have_the_released_conventions():
     ({"speculators_model_type": "dspark"}, "method 'dspark' scores the whole"),
     ({"draft_vocab_size": 200000}, "cannot exceed vocab_size=151936"),
     ({"mask_token_id": None}, "'mask_token_id' is missing"),
+    (
+      {"speculators_model_type": "dspark", "sample_from_anchor": None},
+      "'sample_from_anchor' is missing.*: set it",
+    ),
   ],
 )
 def test_speculators_folders_of_another_kind_are_refused(changes, match):

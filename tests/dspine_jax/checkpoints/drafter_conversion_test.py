@@ -1,5 +1,6 @@
 """Drafter folders from one form to another, and the exports that are killed."""
 
+import json
 import pathlib
 import signal
 import subprocess
@@ -78,6 +79,48 @@ def test_tables_come_from_the_target_and_go_only_if_they_are_its(tmp_path):
       source, tmp_path / "x", "deepspec", target=deeper
     )
   assert not (tmp_path / "x").exists()
+
+
+def test_tables_are_compared_to_their_last_row(tmp_path, monkeypatch):
+  setup = drafter_files.save(
+    tmp_path / "own", "dspark", "deepspec", dtype="float32"
+  )
+  source = drafter_conversion.inspect(tmp_path / "own")
+  # Several chunks, the last one of a single row.
+  monkeypatch.setattr(drafter_conversion, "_ROWS", 20)
+  last = setup.tables.head.shape[0] - 1
+  assert last % 20 == 0
+  tables = setup.tables.replace(head=setup.tables.head.at[last].add(1e-3))
+  for name, given in (("same", setup.tables), ("other", tables)):
+    target = tiny_target(tmp_path / name, given)
+    if name == "same":
+      drafter_conversion.convert(
+        source, tmp_path / "bare", "specforge", target=target
+      )
+      continue
+    with pytest.raises(ValueError, match="lm_head.weight is not the target's"):
+      drafter_conversion.convert(
+        source, tmp_path / "x", "specforge", target=target
+      )
+
+
+@pytest.mark.parametrize("keys", [["torch_dtype"], ["dtype"], []])
+def test_the_same_form_keeps_its_key_of_the_dtype(keys, tmp_path):
+  drafter_files.save(tmp_path / "a", "dflash", "zlab")
+  config = drafter_files.read_config(tmp_path / "a")
+  assert config.pop("dtype") == "bfloat16"
+  config |= dict.fromkeys(keys, "bfloat16")
+  # As others may format it.
+  text = json.dumps(config, indent=4)
+  (tmp_path / "a" / "config.json").write_text(text)
+  source = drafter_conversion.inspect(tmp_path / "a")
+  drafter_conversion.convert(source, tmp_path / "b", "zlab")
+  assert (tmp_path / "b" / "config.json").read_text() == text
+  drafter_conversion.convert(source, tmp_path / "c", "zlab", dtype="float16")
+  want = config | dict.fromkeys(keys or ["dtype"], "float16")
+  assert drafter_files.read_config(tmp_path / "c") == want
+  stored = drafter_files.raw(tmp_path / "c").values()
+  assert {dtype for dtype, _, _ in stored} == {"float16"}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +237,7 @@ def stop_before_config(path, config):
 hf_config.write_json = stop_before_config
 drafter_conversion.convert(
   drafter_conversion.inspect(source), destination, "specforge",
-  max_shard_bytes=5000)
+  dtype="bfloat16", max_shard_bytes=5000)
 """
 
 

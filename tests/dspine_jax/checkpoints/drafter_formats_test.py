@@ -201,19 +201,6 @@ def test_every_option_is_written_and_read_back(method):
       assert parse(json.loads(text)) == cfg
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("method", METHODS)
-def test_causality_and_windows_are_written_and_read_back(method, is_causal):
-  for convention in (None, *tiny_models.WINDOWS):
-    changes = {} if convention is None else tiny_models.windowed(convention)
-    cfg = tiny_models.drafter_config(method, is_causal=is_causal, **changes)
-    written = drafter_config.to_json(cfg)
-    usual = configs.conventions(method).is_causal
-    assert written.get("is_causal", usual) == is_causal
-    assert written["use_sliding_window"] == bool(changes)
-    assert parse(json.loads(json.dumps(written))) == cfg
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_file_that_does_not_tell_its_causality_has_the_methods(method):
   cfg = tiny_models.drafter_config(method)

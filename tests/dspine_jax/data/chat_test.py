@@ -95,3 +95,13 @@ def test_the_tokenizer_adds_no_special_tokens_of_its_own():
   template = "{{ bos_token }}{{ messages[0].content }}"
   ids = chat.encode_chat(tokenizer, template, TURNS, bos_token="<b>")
   assert ids.tolist() == [0, 1] and ids.dtype == np.int32
+
+
+def test_templates_find_what_hugging_face_gives_them():
+  template = (
+    "{% if tools is not none or documents is not none %}x{% endif %}"
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    "{{ strftime_now is defined }}"
+  )
+  said = [{"role": "user", "content": "a"}]
+  assert chat.render(template, said) == "aFalse"

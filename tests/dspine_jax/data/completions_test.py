@@ -233,7 +233,9 @@ def test_addresses_that_are_none_are_told(url):
 def test_patience_counts_from_the_last_answer(monkeypatch):
   now = iter([0.0, 50.0, 101.0])
   monkeypatch.setattr(chat_client.time, "monotonic", lambda: next(now))
-  patience = chat_client.Patience(server("http://localhost:1", patience_s=100.0))
+  patience = chat_client.Patience(
+    server("http://localhost:1", patience_s=100.0)
+  )
   patience.failed("away")
   patience.failed("away")
   patience.succeeded()

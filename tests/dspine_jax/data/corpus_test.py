@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import tokenizers
 
 from dspine_jax.data import corpus
 
@@ -141,6 +142,18 @@ def test_every_file_ends_with_the_end_of_text():
   assert all(stream.dtype == np.int32 for stream in streams)
   assert tokenizer.decode(streams[0][:-1].tolist()) == "ab"
   assert len(streams[1]) == 1
+
+
+def test_without_that_token_a_file_ends_with_another_or_not_at_all():
+  text = corpus.train_tokenizer(["abab"], 258).to_str()
+  tokenizer = tokenizers.Tokenizer.from_str(
+    text.replace(corpus.END_OF_TEXT, "<|im_end|>")
+  )
+  files = [corpus.TextFile("a", "ab")]
+  (stream,) = corpus.encode_files(tokenizer, files, otherwise=(7, 5))
+  assert stream[-1] == 7 and stream.dtype == np.int32
+  with pytest.raises(ValueError, match=r"no <\|endoftext\|> token"):
+    corpus.encode_files(tokenizer, files)
 
 
 def test_windows_are_the_joined_streams_cut_into_rows():
