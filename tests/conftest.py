@@ -3,6 +3,7 @@
 The environment is set before JAX is imported, so this file imports it late.
 """
 
+import gc
 import importlib.util
 import os
 import pathlib
@@ -56,6 +57,24 @@ def _modules_of_kernels() -> list[str]:
 jaxtyping.install_import_hook(
   ["dspine_jax", "energy", *_modules_of_kernels()], "beartype.beartype"
 )
+
+
+# Linux lets a process map 65,530 pieces of memory, and XLA maps some for every
+# program that is kept: a long session would end in a segmentation fault.
+_MOST_MAPPINGS = 25_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fixture_room_for_programs():
+  """Forgets compiled programs, which are on disk too, before they are many."""
+  yield
+  mappings = pathlib.Path("/proc/self/maps")
+  if mappings.exists():
+    with mappings.open("rb") as lines:
+      count = sum(1 for _ in lines)
+    if count > _MOST_MAPPINGS:
+      jax.clear_caches()
+      gc.collect()
 
 
 def pytest_collection_modifyitems(

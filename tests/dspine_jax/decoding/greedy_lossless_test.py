@@ -48,8 +48,8 @@ FAST = [
 ]
 SLOW = [
   *[("scripted", block, 8, 27) for block in (2, 4, 8, 16)],
-  *[("dflash", block, 8, 20) for block in (2, 4, 8, 16)],
-  *[("dspine", block, 8, 20) for block in (2, 4, 8, 16)],
+  *[("dflash", block, 8, 20) for block in (2, 16)],
+  *[("dspine", block, 8, 20) for block in (2, 8, 16)],
   *[("dflash2", block, 8, 10) for block in (2, 16)],
   *[("domino", block, 8, 10) for block in (2, 16)],
   *[("dspark", block, 8, 10) for block in (2, 16)],

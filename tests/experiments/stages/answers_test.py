@@ -5,7 +5,8 @@ from experiments.stages import answers
 
 def test_temperatures_are_numbers():
   assert answers.parse_temperatures(["0", "0.5", "1e0"]) == [0.0, 0.5, 1.0]
-  assert answers.parse_temperatures([]) == []
+  with pytest.raises(ValueError, match="^--temperatures: at least one"):
+    answers.parse_temperatures([])
 
 
 @pytest.mark.parametrize("value", ["hot", "-0.1", "nan", ""])
