@@ -32,9 +32,6 @@ AXES = ("data", "fsdp", "tensor")
 
 Spec = jax_sharding.PartitionSpec
 Rules = Sequence[tuple[str, Spec]]
-# Rules need the sizes of a mesh, not its devices.
-AnyMesh = jax_sharding.Mesh | jax_sharding.AbstractMesh
-
 # Rules and counts need no devices.
 AnyMesh = jax_sharding.Mesh | jax_sharding.AbstractMesh
 
