@@ -26,8 +26,6 @@ TARGET = tiny_models.target_config(vocab_size=VOCAB, num_layers=2)
 PLAIN = configs.SamplingConfig(temperature=1.0)
 SETTINGS = {
   "plain": PLAIN,
-  "top_k": configs.SamplingConfig(temperature=1.0, top_k=3),
-  "top_p": configs.SamplingConfig(temperature=1.3, top_p=0.85),
   "all": configs.SamplingConfig(temperature=0.7, top_k=4, top_p=0.9),
 }
 RIGHT, WRONG = 1e-3, 1e-9  # Least p-value of a right, largest of a wrong one.
@@ -155,8 +153,6 @@ def test_tokens_follow_the_target_over_several_rounds(method, rule, proposal):
 @pytest.mark.parametrize(
   ("rule", "proposal", "name"),
   [
-    ("rejection", "full_support", "top_k"),
-    ("rejection", "full_support", "top_p"),
     ("rejection", "full_support", "all"),
     ("exact_match", "base", "all"),
   ],
@@ -169,7 +165,7 @@ def test_temperature_top_k_and_top_p_bend_both_laws_alike(rule, proposal, name):
 
 @pytest.mark.slow
 def test_the_law_is_met_to_a_finer_scale_over_many_drafters():
-  models = [drafter("dspine", seed=seed) for seed in range(40, 46)]
+  models = [drafter("dspine", seed=seed) for seed in range(40, 44)]
   check_follows_the_target(decode_many(models, "rejection", "full_support"))
 
 
