@@ -9,16 +9,14 @@ A file system that knows no such locks gives no protection, and no error.
 """
 
 import datetime
-import errno
-import fcntl
 import json
 import os
 import pathlib
 import socket
 
-NAME = ".lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+from dspine_jax.checkpoints import folders
 
+NAME = ".lock"
 # Folder -> the descriptor whose lock this process holds.
 _held: dict[pathlib.Path, int] = {}
 
@@ -71,16 +69,11 @@ def release_all() -> None:
 
 
 def _lock(descriptor: int, folder: pathlib.Path) -> None:
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
+  if not folders.try_lock(descriptor):
     raise ValueError(
       f"--work_dir={folder}: {_holder(descriptor)} is at work in it; wait until"
       " it ends, or name another directory"
-    ) from None
-  except OSError as error:
-    if error.errno not in _NO_LOCKS:
-      raise
+    )
 
 
 def _holder(descriptor: int) -> str:

@@ -19,6 +19,7 @@ from dspine_jax.checkpoints import (
   drafter_config,
   drafter_folder,
   drafter_formats,
+  folders,
   hf_config,
   names,
   tensors,
@@ -150,7 +151,7 @@ def convert(
   ordered = {name: arrays[name] for name in order if name in arrays}
   if "transfer_codes" in ordered:
     ordered[drafter_folder.FLAG] = lambda: np.asarray(True)
-  with tensors.replacing(destination) as fresh:
+  with folders.replacing(destination) as fresh:
     tensors.write_tensors(
       fresh, ordered, dtype=dtype, max_shard_bytes=max_shard_bytes
     )

@@ -168,7 +168,7 @@ def save_drafter(
   target_name: str | None = None,
   max_shard_bytes: int = tensors.MAX_SHARD_BYTES,
 ) -> None:
-  """Writes a drafter in a released form, in one step (`tensors.replacing`).
+  """Writes a drafter in a released form, in one step (`folders.replacing`).
 
   Args:
     folder: what is there is replaced; its other files (tokenizer) stay.
@@ -192,7 +192,7 @@ def save_drafter(
   arrays: dict[str, tensors.Source] = {**names.lazy_export(tree, entries(cfg))}
   if "transfer_codes" in arrays:
     arrays[FLAG] = np.asarray(True)
-  with tensors.replacing(folder) as fresh:
+  with folders.replacing(folder) as fresh:
     tensors.write_tensors(
       fresh, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes
     )

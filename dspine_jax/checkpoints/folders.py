@@ -106,16 +106,32 @@ def _lock(
 ) -> int:
   handle = os.open(path, os.O_RDONLY)
   locks.callback(os.close, handle)
-  try:
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
+  if not try_lock(handle):
     raise ValueError(
       f"{folder}: another process is exporting to it; wait for it or choose"
       " another folder"
-    ) from None
-  except OSError:
-    pass  # A file system without locks.
+    )
   return handle
+
+
+# What `flock` says on file systems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def try_lock(handle: int) -> bool:
+  """Locks an open file until it is closed or its process ends.
+
+  Returns:
+    False if another process has the lock; True also where there are no locks.
+  """
+  try:
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  except OSError as error:
+    if error.errno not in _NO_LOCKS:
+      raise
+  return True
 
 
 def _carry_over(folder: pathlib.Path, fresh: pathlib.Path) -> None:

@@ -19,8 +19,6 @@ import safetensors.numpy
 
 from dspine_jax.checkpoints import folders, hf_config
 
-replacing = folders.replacing
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -263,21 +261,6 @@ def check_finite(array: np.ndarray, path: pathlib.Path, name: str) -> None:
   """ValueError naming a tensor that holds NaN or infinity."""
   if is_floating(array.dtype) and not np.isfinite(array).all():
     raise ValueError(f"{path}: tensor {name!r} holds NaN or infinity")
-
-
-def read_tensors(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
-  """All tensors of the folder; floating types as float32.
-
-  Raises:
-    ValueError: as `Reader` and its `read`.
-  """
-  reader = Reader(folder)
-  return {
-    name: reader.read(
-      name, dtype=np.float32 if is_floating(reader.dtype(name)) else None
-    )
-    for name in reader.in_shard_order(reader.names())
-  }
 
 
 def write_tensors(

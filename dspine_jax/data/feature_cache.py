@@ -10,7 +10,6 @@ overwritten. Nothing here decides whether features are kept at all.
 
 import concurrent.futures
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -256,15 +255,11 @@ def _locked(folder: pathlib.Path) -> Generator[None]:
       file = stack.enter_context((folder / _LOCK).open("w"))
     except OSError as error:
       raise ValueError(f"{folder}: cannot be made ({error})") from None
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not folders.try_lock(file.fileno()):
       raise ValueError(
         f"{folder}: another process is writing these features; wait for it and"
         " repeat the command"
-      ) from None
-    except OSError:
-      pass  # A file system without locks.
+      )
     yield
 
 

@@ -18,6 +18,7 @@ from dspine_jax.checkpoints import (
   drafter_config,
   drafter_conversion,
   drafter_formats,
+  folders,
   hf_config,
   names,
   target_folder,
@@ -168,7 +169,7 @@ def convert_target(
   label = f"converting {target.folder.name}"
   with (
     run_io.Progress(target.num_bytes, label, "bytes") as progress,
-    tensors.replacing(destination) as fresh,
+    folders.replacing(destination) as fresh,
   ):
 
     def read(name: str) -> np.ndarray:

@@ -17,7 +17,7 @@ from dspine_jax.checkpoints import (
   tensors,
 )
 from dspine_jax.drafters import methods
-from tests import tiny_models
+from tests import stored_tensors, tiny_models
 
 # The keys of z-lab/Qwen3-8B-DFlash-b16 that bear on the computation.
 DFLASH_8B = {
@@ -323,7 +323,7 @@ def save(folder, method="dspine", **options):
 
 
 def change(folder, edit):
-  arrays = tensors.read_tensors(folder)
+  arrays = stored_tensors.read(folder)
   edit(arrays)
   tensors.write_tensors(folder, arrays)
 
@@ -352,7 +352,7 @@ def test_a_saved_drafter_holds_the_released_names(method, tmp_path):
   want = released_names(2)
   if method == "dspine":
     want |= dspine_names(2) | {"transfer_ready"}
-  assert set(tensors.read_tensors(tmp_path)) == want
+  assert set(stored_tensors.read(tmp_path)) == want
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspine"])

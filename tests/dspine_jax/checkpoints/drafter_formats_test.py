@@ -11,7 +11,7 @@ import pytest
 from dspine_jax import configs
 from dspine_jax.checkpoints import drafter_config, drafter_folder, tensors
 from dspine_jax.drafters import methods
-from tests import tiny_models
+from tests import stored_tensors, tiny_models
 
 METHODS = sorted(methods.DRAFTERS)
 LAYERS = {
@@ -357,7 +357,7 @@ SAVED = [
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_a_saved_drafter_is_loaded_unchanged(method, options, prefix, tmp_path):
   setup = save(tmp_path, method, **options)
-  arrays = tensors.read_tensors(tmp_path)
+  arrays = stored_tensors.read(tmp_path)
   named = {f"{prefix}{name}": array for name, array in arrays.items()}
   tensors.write_tensors(tmp_path, named)
   loaded = drafter_folder.load_drafter(tmp_path)
@@ -367,7 +367,7 @@ def test_a_saved_drafter_is_loaded_unchanged(method, options, prefix, tmp_path):
 
 
 def rename(folder, old, new):
-  arrays = tensors.read_tensors(folder)
+  arrays = stored_tensors.read(folder)
   arrays = {name.replace(old, new): array for name, array in arrays.items()}
   tensors.write_tensors(folder, arrays)
 
@@ -385,7 +385,7 @@ def test_the_legacy_name_of_the_markov_head_is_read(tmp_path):
 
 def test_a_dspark_file_without_copies_of_the_tables_borrows_them(tmp_path):
   setup = save(tmp_path, "dspark")
-  arrays = tensors.read_tensors(tmp_path)
+  arrays = stored_tensors.read(tmp_path)
   for name in ("embed_tokens.weight", "lm_head.weight"):
     del arrays[name]
   tensors.write_tensors(tmp_path, arrays)
@@ -394,12 +394,12 @@ def test_a_dspark_file_without_copies_of_the_tables_borrows_them(tmp_path):
   assert loaded.buffers == {}
   # And is written back as it was.
   drafter_folder.save_drafter(tmp_path / "again", *loaded)
-  assert set(tensors.read_tensors(tmp_path / "again")) == set(arrays)
+  assert set(stored_tensors.read(tmp_path / "again")) == set(arrays)
 
 
 def test_dflash2_does_without_no_tensor_of_its_own(tmp_path):
   save(tmp_path, "dflash2")
-  arrays = tensors.read_tensors(tmp_path)
+  arrays = stored_tensors.read(tmp_path)
   del arrays["layers.1.mlp_conv.base_kernel"]
   tensors.write_tensors(tmp_path, arrays)
   with pytest.raises(ValueError, match="missing layers.1.mlp_conv.base_kernel"):

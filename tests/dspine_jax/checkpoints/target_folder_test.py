@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 from dspine_jax import rope_scaling, sharding
 from dspine_jax.checkpoints import names, target_folder, tensors
-from tests import on_devices, tiny_models
+from tests import on_devices, stored_tensors, tiny_models
 from tests import small_disk as small_disk_lib
 
 QWEN = tiny_models.target_config(num_layers=2, eos_token_ids=(3,))
@@ -31,7 +31,7 @@ def save(folder, cfg=QWEN, **options):
 
 def change(folder, edit):
   """Rewrites the folder's tensors by `edit(tensors)`."""
-  arrays = tensors.read_tensors(folder)
+  arrays = stored_tensors.read(folder)
   edit(arrays)
   tensors.write_tensors(folder, arrays)
 
@@ -210,7 +210,7 @@ def test_a_truncated_shard_is_named_before_anything_is_loaded(
 
 def test_linear_maps_are_stored_out_in_under_released_names(tmp_path):
   params = save(tmp_path)
-  arrays = tensors.read_tensors(tmp_path)
+  arrays = stored_tensors.read(tmp_path)
   layer = params["layers"][1]
   np.testing.assert_array_equal(
     arrays["model.layers.1.self_attn.k_proj.weight"],
@@ -230,7 +230,7 @@ def test_linear_maps_are_stored_out_in_under_released_names(tmp_path):
 
 def test_a_tied_target_without_qk_norm_has_fewer_tensors(tmp_path):
   save(tmp_path, LLAMA)
-  arrays = tensors.read_tensors(tmp_path)
+  arrays = stored_tensors.read(tmp_path)
   assert len(arrays) == 2 * 9 + 2
   assert "lm_head.weight" not in arrays
 
@@ -304,7 +304,7 @@ def test_a_vocabulary_other_than_the_configured_one_is_refused(tmp_path):
 
 def test_nan_in_a_weight_is_refused(tmp_path):
   save(tmp_path)
-  arrays = tensors.read_tensors(tmp_path)
+  arrays = stored_tensors.read(tmp_path)
   arrays["model.norm.weight"][3] = np.nan
   safetensors.numpy.save_file(arrays, tmp_path / tensors.SINGLE)
   with pytest.raises(ValueError, match="'model.norm.weight' holds NaN"):

@@ -6,6 +6,7 @@ import pytest
 import safetensors.numpy
 
 from dspine_jax.checkpoints import tensors
+from tests import stored_tensors
 
 KINDS = {
   "float32": np.float32,
@@ -39,7 +40,7 @@ def write_shards(folder):
 @pytest.mark.parametrize("dtype", list(KINDS))
 def test_tensors_come_back_as_float32_of_the_stored_precision(dtype, tmp_path):
   tensors.write_tensors(tmp_path / "new", arrays(), dtype=dtype)
-  got = tensors.read_tensors(tmp_path / "new")
+  got = stored_tensors.read(tmp_path / "new")
   assert set(got) == set(arrays())
   for name, array in arrays().items():
     if array.dtype == np.float32:
@@ -65,7 +66,7 @@ def test_an_unknown_dtype_is_refused_before_anything_is_written(tmp_path):
 
 def test_several_shards_are_read_like_one_file(tmp_path):
   write_shards(tmp_path)
-  got = tensors.read_tensors(tmp_path)
+  got = stored_tensors.read(tmp_path)
   assert set(got) == set(arrays())
   for name, array in arrays().items():
     np.testing.assert_array_equal(got[name], array)
@@ -77,7 +78,7 @@ def test_a_missing_shard_is_named(tmp_path):
   with pytest.raises(
     ValueError, match=f"index.json: missing shards .*{second}"
   ):
-    tensors.read_tensors(tmp_path)
+    stored_tensors.read(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 60, -3])
@@ -86,18 +87,18 @@ def test_a_truncated_shard_is_named(keep, tmp_path):
   data = (tmp_path / first).read_bytes()
   (tmp_path / first).write_bytes(data[:keep])
   with pytest.raises(ValueError, match=f"{first}: truncated or not"):
-    tensors.read_tensors(tmp_path)
+    stored_tensors.read(tmp_path)
 
 
 def test_an_index_without_its_map_is_named(tmp_path):
   (tmp_path / tensors.INDEX).write_text("{}")
   with pytest.raises(ValueError, match="index.json: key 'weight_map'"):
-    tensors.read_tensors(tmp_path)
+    stored_tensors.read(tmp_path)
 
 
 def test_a_folder_without_weights_is_named(tmp_path):
   with pytest.raises(ValueError, match="neither model.safetensors nor"):
-    tensors.read_tensors(tmp_path)
+    stored_tensors.read(tmp_path)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -107,13 +108,13 @@ def test_a_tensor_that_is_not_finite_is_named(bad, dtype, tmp_path):
   broken["b.weight"][2] = bad
   tensors.write_tensors(tmp_path, broken, dtype=dtype)
   with pytest.raises(ValueError, match="tensor 'b.weight' holds NaN or inf"):
-    tensors.read_tensors(tmp_path)
+    stored_tensors.read(tmp_path)
 
 
 def test_a_transposed_view_is_stored_as_it_is_seen(tmp_path):
   array = np.arange(12, dtype=np.float32).reshape(3, 4).T
   tensors.write_tensors(tmp_path, {"x": array})
-  np.testing.assert_array_equal(tensors.read_tensors(tmp_path)["x"], array)
+  np.testing.assert_array_equal(stored_tensors.read(tmp_path)["x"], array)
 
 
 def test_no_partial_file_stays_behind(tmp_path):
@@ -209,7 +210,7 @@ def test_large_folders_are_cut_into_shards_with_an_index(tmp_path):
   assert sorted(x.name for x in tmp_path.iterdir()) == sorted(
     [tensors.INDEX, *(path.name for path in paths)]
   )
-  got = tensors.read_tensors(tmp_path)
+  got = stored_tensors.read(tmp_path)
   for name, array in arrays().items():
     np.testing.assert_array_equal(got[name], array)
 
@@ -238,7 +239,7 @@ def test_older_weights_with_other_names_do_not_stay(tmp_path):
   tensors.write_tensors(tmp_path, arrays(), max_shard_bytes=1)
   tensors.write_tensors(tmp_path, arrays(), max_shard_bytes=50)
   assert len(list(tmp_path.iterdir())) == 3
-  assert set(tensors.read_tensors(tmp_path)) == set(arrays())
+  assert set(stored_tensors.read(tmp_path)) == set(arrays())
 
 
 def test_bfloat16_is_written_as_the_dtype_that_is_asked_for(tmp_path):
